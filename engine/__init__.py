@@ -1,0 +1,1 @@
+"""The engine: token ids in, token ids out. Nothing here knows Redis, queues or jobs."""

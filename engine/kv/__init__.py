@@ -1,0 +1,1 @@
+"""Blocks of the KV cache: who holds them, what they contain, where they lie."""

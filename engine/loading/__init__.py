@@ -1,0 +1,1 @@
+"""Checkpoints: from files to named float tensors and a strict model configuration."""

@@ -1,0 +1,1 @@
+"""Architectures, one a file, named by model_type."""

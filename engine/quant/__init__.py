@@ -1,0 +1,1 @@
+"""Running quantized weights: one scheme a file."""

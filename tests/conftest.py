@@ -1,0 +1,1 @@
+"""Shared fixtures. Helpers that tests import live in tests/support."""

@@ -1,0 +1,1 @@
+"""Workers: claim jobs from Redis, keep the engine's batch full, write every result once."""

@@ -1,0 +1,1 @@
+"""What `headrace bench` and `make bench` run."""
