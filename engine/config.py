@@ -1,0 +1,39 @@
+"""What the operator chose for the engine. Frozen; what the machine answers is kept elsewhere."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings as users of vLLM know them.
+
+    `dtype` auto: the checkpoint's 16-bit type where the device multiplies it natively (on a CPU:
+    avx512_bf16 or AMX), else float32. `kv_cache_memory_bytes` None: measured, a share
+    (`gpu_memory_utilization`) of what is free after the weights are loaded. `num_threads` None:
+    from the CPU quota (cgroup), not from the host's cores. `max_prefix_delay`: most steps a
+    waiting sequence is held back so that it finds a prefix that another one is computing now.
+    """
+
+    model: str
+    served_model_name: str | None = None
+    dtype: DType = "auto"
+    device: str = "auto"
+    quantization: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    kv_cache_memory_bytes: int | None = None
+    kv_cache_dtype: str = "auto"
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    enable_shared_prefix_attention: bool = True
+    deduplicate: bool = True
+    deterministic: bool = False
+    enforce_eager: bool = False
+    tensor_parallel_size: int = 1
+    num_threads: int | None = None
+    max_prefix_delay: int = 64

@@ -1,0 +1,145 @@
+"""The wire: what a producer sends and what it gets back. Frozen, versioned, JSON only.
+
+Version 1. A worker refuses a newer version with a typed error instead of guessing. Fields that are
+unset are not sent. Nothing here knows Redis, RQ or the engine.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+WIRE_VERSION = 1
+
+FailureCode = str
+
+
+class Wire(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Message(Wire):
+    """One chat turn. `content` is text; other kinds of content are refused by name."""
+
+    role: str = Field(min_length=1, max_length=64)
+    content: str
+    name: str | None = None
+
+
+class Sampling(Wire):
+    """Sampling parameters in their usual names; unset ones take the model's own defaults
+    (generation_config), then temperature 1. Ranges are checked by the worker, which knows the
+    vocabulary; types are checked here."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class Request(Sampling):
+    """One job: exactly one of `prompt` (text, or token ids) and `messages`.
+
+    `model` None or "default": whatever the queue's worker serves. `custom_id` and `metadata` are
+    the caller's data and travel back untouched; neither is ever part of a Redis key.
+    """
+
+    v: int = WIRE_VERSION
+    model: str | None = None
+    prompt: str | list[int] | None = None
+    messages: list[Message] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    custom_id: str | None = Field(default=None, max_length=512)
+    metadata: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_input(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give exactly one of prompt and messages")
+        return self
+
+
+class Failure(Wire):
+    """Why a request has no answer. `retryable`: the same request may succeed when sent again."""
+
+    code: FailureCode
+    message: str
+    param: str | None = None
+    retryable: bool = False
+
+
+class TokenLogprob(Wire):
+    """Natural-log probability of one token; `token` is its text, `bytes` its UTF-8 bytes."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+    top: list["TokenLogprob"] | None = None
+
+
+class Choice(Wire):
+    index: int
+    text: str
+    token_ids: list[int] | None = None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+class Usage(Wire):
+    """`cached_tokens`: prompt tokens taken from the prefix cache. `resumed_from_tokens`: output
+    tokens that an earlier worker had generated before this one went on."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    resumed_from_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+class Timing(Wire):
+    """Seconds of wall time on the worker; `queued` is from enqueue to claim."""
+
+    queued: float = 0.0
+    first_token: float = 0.0
+    total: float = 0.0
+
+
+class Result(Wire):
+    """The one visible end of a job: `choices`, or a `failure`."""
+
+    v: int = WIRE_VERSION
+    job_id: str
+    model: str | None = None
+    object: Literal["chat.completion", "text_completion"] = "text_completion"
+    created: int = 0
+    choices: list[Choice] = []
+    usage: Usage = Usage()
+    timing: Timing | None = None
+    failure: Failure | None = None
+    custom_id: str | None = None
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None
+
+    @property
+    def text(self) -> str:
+        """The first answer's text; empty for a failure."""
+        return self.choices[0].text if self.choices else ""
