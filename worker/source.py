@@ -67,8 +67,15 @@ class Released:
     to_front: bool = True
 
 
+class SourceUnavailable(Exception):
+    """The queue cannot be reached just now; the same call may be made again and loses nothing."""
+
+
 class JobSource(Protocol):
-    """Thread-safe: the loop claims and finishes, a heartbeat thread renews."""
+    """Thread-safe: the loop claims and finishes, a heartbeat thread renews.
+
+    Every method raises SourceUnavailable when the queue is away.
+    """
 
     def claim(self, max_jobs: int, wait_seconds: float) -> list[ClaimedJob]:
         """At most `max_jobs` jobs, waiting up to `wait_seconds` for the first."""
@@ -92,4 +99,47 @@ class JobSource(Protocol):
 
     def reap(self) -> int:
         """Take jobs back from workers whose leases lapsed; how many."""
+        ...
+
+
+class WorkerState(enum.Enum):
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """What a worker says about itself, to producers, to the exporter and to other workers.
+
+    Rates are tokens per second of engine time, 0 while unknown. Seconds of `cold_start` are from
+    the start of the process to readiness. `slots`: sequences that run at once.
+    """
+
+    model: str
+    state: WorkerState
+    queues: tuple[str, ...]
+    slots: int = 0
+    running: int = 0
+    prefill_tokens_per_second: float = 0.0
+    decode_tokens_per_second: float = 0.0
+    bytes_per_token: float = 0.0
+    mean_output_tokens: float = 0.0
+    cold_start_seconds: float = 0.0
+    started_at: float = 0.0
+
+
+class WorkerRegistry(Protocol):
+    """Where workers say what they serve; `lease.RedisSource` and MemorySource are one too."""
+
+    def announce(self, facts: WorkerFacts) -> None:
+        """Publish the facts; they lapse by themselves when not repeated within a lease."""
+        ...
+
+    def served_elsewhere(self, model: str) -> bool:
+        """Whether another live worker serves this model."""
+        ...
+
+    def unregister(self) -> None:
+        """Take the facts back: this worker ends."""
         ...
