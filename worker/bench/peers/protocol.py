@@ -1,0 +1,98 @@
+"""How the benchmark talks to a system: a child process that loads once and runs when told.
+
+The child prints one JSON line when it is ready and one for each `run` that it reads from stdin.
+Standard library only: a peer's environment holds the peer and nothing of ours.
+"""
+
+import argparse
+import json
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+
+@dataclass(frozen=True)
+class PeerRequest:
+    id: int
+    prompt_token_ids: list[int]
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every system is told. `dtype`: float32, bfloat16 or a quantization of the system's."""
+
+    model: str
+    workload: str
+    dtype: str
+    threads: int
+    extra: dict[str, str] = field(default_factory=dict)
+
+    def requests(self) -> list[PeerRequest]:
+        with Path(self.workload).open(encoding="utf-8") as file:
+            return [PeerRequest(**json.loads(line)) for line in file]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run over the whole workload. Seconds from the first submit to the last token."""
+
+    seconds: float
+    token_ids: list[list[int]]
+    first_token_seconds: float | None = None
+    details: dict[str, object] = field(default_factory=dict)
+
+
+def options() -> Options:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--workload", required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE")
+    args = parser.parse_args()
+    extra = dict(item.split("=", 1) for item in args.set)
+    return Options(args.model, args.workload, args.dtype, args.threads, extra)
+
+
+def serve(load: Callable[[Options], tuple[str, Callable[[], Run]]]) -> None:
+    """Load, say so, then run on demand until stdin closes.
+
+    `load` returns the system's version and a function that empties its caches and runs the
+    workload once. Standard output is the protocol's: what the system prints goes to stderr.
+    """
+    chosen = options()
+    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    started = time.perf_counter()
+    version, run = load(chosen)
+    _say(channel, event="ready", version=version, load_seconds=time.perf_counter() - started)
+    for line in sys.stdin:
+        if line.strip() != "run":
+            break
+        done = run()
+        _say(
+            channel,
+            event="run",
+            seconds=done.seconds,
+            first_token_seconds=done.first_token_seconds,
+            token_ids=done.token_ids,
+            details=done.details,
+            peak_rss_bytes=_peak_rss(),
+        )
+
+
+def _peak_rss() -> int:
+    """This process's peak and that of its largest finished child, in bytes."""
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) * 1024
+
+
+def _say(channel: TextIO, **values: object) -> None:
+    channel.write(json.dumps(values) + "\n")
+    channel.flush()
