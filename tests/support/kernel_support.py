@@ -1,0 +1,101 @@
+"""Helpers of the kernel tests: where they run, how outputs are poisoned, how cases are combined."""
+
+import itertools
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FULL = os.environ.get("KERNELS_FULL") == "1"
+
+# Rounding of the stored result, with room for one rounding of an operand on the way (the softmax
+# weights before the second matmul).
+TOLERANCE = {
+    torch.float32: {"rtol": 2e-5, "atol": 2e-5},
+    torch.float16: {"rtol": 4e-3, "atol": 4e-3},
+    torch.bfloat16: {"rtol": 3e-2, "atol": 3e-2},
+}
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Equal within `dtype`'s rounding; NaN equals nothing, so an unwritten output fails."""
+    torch.testing.assert_close(actual.float(), expected.float(), **TOLERANCE[dtype])
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `torch.empty` may return at worst: NaN in every element."""
+    return torch.full(shape, float("nan"), dtype=dtype, device=DEVICE)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    """A CPU generator, so that the GPU sees the same numbers."""
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(
+    *shape: int, dtype: torch.dtype, generator: torch.Generator, scale: float = 1.0
+) -> torch.Tensor:
+    """Gaussian values of `dtype` on the device under test."""
+    return (torch.randn(shape, generator=generator) * scale).to(dtype).to(DEVICE)
+
+
+@contextmanager
+def empty_is_poison() -> Iterator[None]:
+    """Inside, `torch.empty` and `torch.empty_like` return NaN (integers: their minimum)."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poison(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point():
+            return tensor.fill_(float("nan"))
+        if tensor.dtype == torch.bool:
+            return tensor.fill_(True)
+        return tensor.fill_(torch.iinfo(tensor.dtype).min)
+
+    def poisoned_empty(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return poison(empty(*args, **kwargs))
+
+    def poisoned_empty_like(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return poison(empty_like(*args, **kwargs))
+
+    torch.empty, torch.empty_like = poisoned_empty, poisoned_empty_like  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like = empty, empty_like
+
+
+def combinations(**axes: Iterable[Any]) -> list[dict[str, Any]]:
+    """Cases that cover every pair of values of two axes; with KERNELS_FULL=1 the cross product.
+
+    Greedy: each case takes the candidate that covers most pairs still open. Deterministic.
+    """
+    names = list(axes)
+    values = [list(axes[name]) for name in names]
+    product = [dict(zip(names, row, strict=True)) for row in itertools.product(*values)]
+    if FULL or len(names) < 2:
+        return product
+
+    def pairs(case: dict[str, Any]) -> set[tuple[str, str, str, str]]:
+        return {(a, repr(case[a]), b, repr(case[b])) for a, b in itertools.combinations(names, 2)}
+
+    covers = [pairs(case) for case in product]
+    open_pairs = set().union(*covers)
+    chosen = []
+    while open_pairs:
+        best = max(range(len(product)), key=lambda i: len(covers[i] & open_pairs))
+        open_pairs -= covers[best]
+        chosen.append(product[best])
+    return chosen
+
+
+def case_id(case: dict[str, Any]) -> str:
+    """A readable test id."""
+
+    def text(value: Any) -> str:
+        return str(value).replace("torch.", "")
+
+    return "-".join(f"{name}={text(value)}" for name, value in case.items())
