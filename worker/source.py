@@ -119,6 +119,7 @@ class WorkerFacts:
     model: str
     state: WorkerState
     queues: tuple[str, ...]
+    wire_version: int = 1
     slots: int = 0
     running: int = 0
     prefill_tokens_per_second: float = 0.0
@@ -136,8 +137,11 @@ class WorkerRegistry(Protocol):
         """Publish the facts; they lapse by themselves when not repeated within a lease."""
         ...
 
-    def served_elsewhere(self, model: str) -> bool:
-        """Whether another live worker serves this model."""
+    def served_elsewhere(self, model: str | None, queue: str, wire_version: int) -> bool:
+        """Whether another live worker that reads this queue could take such a job.
+
+        `model` None: any model. `wire_version`: the newest schema it must understand.
+        """
         ...
 
     def unregister(self) -> None:
