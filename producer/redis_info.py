@@ -1,4 +1,4 @@
-"""What a Redis server says about itself, and what ought to be changed on it before jobs go there."""
+"""What a Redis server says about itself, and what to change on it before jobs go there."""
 
 import re
 from collections.abc import Iterator

@@ -1,14 +1,16 @@
 """What can be wrong with a bulk file. No Redis here.
 
-BulkError
+BulkError (HeadraceError)
 ├── UnusableInput    the whole input file; `code` is one of the validation codes or `unreadable`
 └── UnusableOutput   the output beside it: somebody else's file, another run's, or in use
 """
 
 from dataclasses import dataclass
 
+from headrace.producer.errors import HeadraceError
 
-class BulkError(Exception):
+
+class BulkError(HeadraceError):
     """A whole file that cannot be used. The message says what was wrong and what to do."""
 
     def __init__(self, code: str, message: str, line: int | None = None) -> None:

@@ -11,6 +11,7 @@ from headrace.producer.schemas import Choice, Failure, Result, TokenLogprob, Usa
 _NEVER_RAN = {
     "expired": "batch_expired",
     "cancelled": "batch_cancelled",
+    "stopped": "batch_cancelled",
     "worker_lost": "worker_lost",
     "dead": "worker_lost",
 }

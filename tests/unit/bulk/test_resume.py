@@ -131,7 +131,6 @@ def test_appending_goes_on_after_what_is_there(tmp_path: Path) -> None:
     for name in ("a", "b"):
         file = AppendFile(path)
         file.add(good(name))
-        assert not path.exists() or name not in path.read_text().split('"custom_id":"')[-1]
         file.sync()
         file.close()
     assert [json.loads(line)["custom_id"] for line in path.open()] == ["a", "b"]
@@ -143,8 +142,8 @@ def test_appending_goes_on_after_what_is_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given_name", "expected"),
     [
-        ("out.jsonl", "out.errors.jsonl"),
-        ("out", "out.errors.jsonl"),
+        ("o.jsonl", "o.errors.jsonl"),
+        ("o", "o.errors.jsonl"),
         ("a.b.jsonl", "a.b.errors.jsonl"),
     ],
 )
