@@ -6,8 +6,8 @@ forked copy of the parent still holds it, our parent process id changes), and th
 group gets SIGTERM, then SIGKILL. Should this guard itself be killed, PR_SET_PDEATHSIG takes the
 command along on Linux; that is set here and not in the parent because the kernel ties it to the
 *thread* that forked, and this process has only one. SIGTERM and SIGINT are passed on. REMOVE is a
-folder to delete at the end, or "". The exit status is the command's, or 128 + signal. Standard
-library only: it runs as a file, without site-packages.
+folder to delete when the parent is gone, or "". The exit status is the command's, or 128 + signal.
+Standard library only: it runs as a file, without site-packages.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def _signal_group(child: int, number: int) -> None:
 
 
 def run(parent: int, command: list[str]) -> int:
-    """Run `command` until it ends or `parent` does; the exit status."""
+    """Run `command` until it ends, and at most until `parent` does; the exit status."""
     wake_read, wake_write = os.pipe()
     for end in (wake_read, wake_write):
         os.set_blocking(end, False)
@@ -94,9 +94,7 @@ def run(parent: int, command: list[str]) -> int:
 
 if __name__ == "__main__":
     _parent, _remove, _separator, *_command = sys.argv[1:]
-    try:
-        _code = run(int(_parent), _command)
-    finally:
-        if _remove:
-            shutil.rmtree(_remove, ignore_errors=True)
+    _code = run(int(_parent), _command)
+    if _remove and os.getppid() != int(_parent):
+        shutil.rmtree(_remove, ignore_errors=True)
     sys.exit(_code)
