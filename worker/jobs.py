@@ -25,10 +25,10 @@ import pydantic_core
 from headrace.engine.errors import Failure, RequestError
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.sequence import FinishReason, Sequence, TokenLogprobs
-from headrace.producer import schemas
+from headrace.producer import codec, schemas
 from headrace.worker.source import ClaimedJob
 
-FUNCTION = "headrace.worker.jobs.generate"
+FUNCTION = codec.FUNCTION
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_LENGTH = 1024
@@ -364,11 +364,6 @@ def failed_result(
         custom_id=request.custom_id if request else None,
         metadata=request.metadata if request else None,
     )
-
-
-def encode_result(result: schemas.Result) -> bytes:
-    """The result's JSON, without what is unset."""
-    return result.model_dump_json(exclude_none=True, exclude_defaults=True).encode()
 
 
 def _object_name(request: schemas.Request | None) -> Any:
