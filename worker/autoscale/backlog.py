@@ -14,7 +14,8 @@ from headrace.worker.autoscale.required import Due
 
 
 class Backlog:
-    """Jobs are numbered as in the trace. `work_s[job]`: worker seconds of its next attempt."""
+    """Jobs are numbered as in the trace. Of each, `work_s`: worker seconds of its next attempt,
+    `queued_at`: since when it waits, or last waited."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._trace = trace = scenario.trace
@@ -23,6 +24,7 @@ class Backlog:
         self._by_deadline = scenario.deadline_order
         self.work_s = array("d", map(rate.work_s, trace.prompt_tokens, trace.output_tokens))
         self.full_work_s = array("d", self.work_s)
+        self.queued_at = array("d", trace.arrival)
         self.done_tokens = array("q", bytes(8 * len(trace)))
         self._due = array("d", trace.deadline)
         for job, deadline in enumerate(trace.deadline):
@@ -84,7 +86,7 @@ class Backlog:
         if entry[1] < 0.5:
             del self._buckets[bucket]
 
-    def put_back(self, job: int, kept_s: float) -> int:
+    def put_back(self, job: int, now: float, kept_s: float) -> int:
         """A claimed job was interrupted with `kept_s` of its work in a checkpoint.
 
         Returns the output tokens kept; the next attempt reads them and the prompt once more.
@@ -100,8 +102,12 @@ class Backlog:
             trace.prompt_tokens[job] + done[job], trace.output_tokens[job] - done[job]
         )
         self.running -= 1
+        self.queued_at[job] = now
         self._enqueue(job)
         return gained
 
     def unsettled(self) -> list[int]:
         return [job for job, settled in enumerate(self._settled) if not settled]
+
+    def waiting(self) -> list[int]:
+        return [job for _, job in self._queue]

@@ -155,7 +155,8 @@ class Fleet:
         if len(counted) - spot < self.machine.on_demand_base:
             return False
         above = max(0, len(counted) - self.machine.on_demand_base)
-        return spot + 1 <= self.machine.spot_share * (above + 1) + 1e-9
+        # The nearest whole number of spot machines to the share.
+        return spot + 0.5 <= self.machine.spot_share * (above + 1)
 
     def is_ready(self, worker: Worker) -> None:
         worker.state = State.READY

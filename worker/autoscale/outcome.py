@@ -2,6 +2,7 @@
 
 import math
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from headrace.worker.autoscale.fleet import Machine
@@ -54,7 +55,8 @@ class Sample:
 class Outcome:
     """What a run came to. Waits and latencies are in order of arrival, in seconds.
 
-    waits: arrival to first claim (or to the end, for a job never claimed). latencies: arrival to
+    waits: time in the queue, of all attempts together (up to the end, for a job left there).
+    latencies: arrival to
     result, infinite where there was none. missed: finished late, expired, or unfinished when due.
     lost_work_s: worker seconds that had to be done again. busy_removals: workers told to stop by a
     scale-down while they held jobs. replica_s: pods not terminating, summed over time.
@@ -98,16 +100,9 @@ class Outcome:
         """Work that led to results over all that the machines billed could have done."""
         return self.useful_work_s / self.machine_s if self.machine_s else 0.0
 
-    def wait_percentile(self, percent: float) -> float:
-        return percentile(self.waits, percent)
 
-    def latency_percentile(self, percent: float) -> float:
-        return percentile(self.latencies, percent)
-
-
-def percentile(values: "array[float]", percent: float) -> float:
+def percentile(ascending: Sequence[float], percent: float) -> float:
     """The smallest value that at least `percent` of all do not exceed; 0 of none."""
-    if not values:
+    if not ascending:
         return 0.0
-    rank = max(1, math.ceil(percent / 100.0 * len(values)))
-    return sorted(values)[rank - 1]
+    return ascending[max(1, math.ceil(percent / 100.0 * len(ascending))) - 1]

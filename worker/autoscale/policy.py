@@ -44,7 +44,8 @@ class QueueView(Protocol):
 
 
 class ScalingPolicy(Protocol):
-    """`name` as the command line has it; `unit` is what `target` counts."""
+    """`name` as the command line has it; `unit` is what `target` counts; `caveat` is why it is
+    measured but never recommended, empty for the others."""
 
     @property
     def name(self) -> str: ...
@@ -52,6 +53,8 @@ class ScalingPolicy(Protocol):
     def target(self) -> float: ...
     @property
     def unit(self) -> str: ...
+    @property
+    def caveat(self) -> str: ...
     def measure(self, queue: QueueView) -> float: ...
 
 
@@ -75,6 +78,7 @@ class PendingOnly:
     target: float
     name: str = field(default="pending", init=False)
     unit: str = field(default="pending jobs per replica", init=False)
+    caveat: str = field(default="reads 0 while every worker is full", init=False)
 
     def measure(self, queue: QueueView) -> float:
         return float(queue.pending)
@@ -87,6 +91,7 @@ class Outstanding:
     target: float
     name: str = field(default="outstanding", init=False)
     unit: str = field(default="outstanding jobs per replica", init=False)
+    caveat: str = field(default="", init=False)
 
     def measure(self, queue: QueueView) -> float:
         return float(queue.pending + queue.running + queue.scheduled_due)
@@ -100,6 +105,7 @@ class Tokens:
     rate: ServiceRate
     name: str = field(default="tokens", init=False)
     unit: str = field(default="seconds of work per replica", init=False)
+    caveat: str = field(default="", init=False)
 
     def measure(self, queue: QueueView) -> float:
         return self.rate.work_s(queue.prompt_tokens, queue.output_tokens)
@@ -115,6 +121,7 @@ class Deadline:
     target: float = 1.0
     name: str = field(default="deadline", init=False)
     unit: str = field(default="replicas required", init=False)
+    caveat: str = field(default="", init=False)
 
     def measure(self, queue: QueueView) -> float:
         required = replicas_required(

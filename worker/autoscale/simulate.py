@@ -54,7 +54,7 @@ class Simulation:
         self._metric: float | None = None
         self._out = Outcome(
             policy,
-            array("d", [math.inf]) * jobs,
+            array("d", bytes(8 * jobs)),
             array("d", [math.inf]) * jobs,
             with_deadline=sum(d != math.inf for d in scenario.trace.deadline),
         )
@@ -154,8 +154,7 @@ class Simulation:
         backlog, out, trace = self._backlog, self._out, self._scenario.trace
         while backlog.pending and len(worker.batch) < self._slots:
             job = backlog.claim()
-            if out.waits[job] == math.inf:
-                out.waits[job] = self._now - trace.arrival[job]
+            out.waits[job] += self._now - backlog.queued_at[job]
             if self._scenario.expire_late and self._now > trace.deadline[job]:
                 out.expired += 1
                 out.missed += 1
@@ -204,7 +203,7 @@ class Simulation:
             notice = fleet.interruption(worker)
             if notice < math.inf:
                 self._push(notice, _Kind.NOTICE, worker)
-        for worker in fleet.victims(counted - replicas):
+        for worker in fleet.victims(max(0, counted - replicas)):
             self._out.busy_removals += bool(worker.batch)
             self._stop(worker, fleet.machine.drain_s)
         self._out.peak_replicas = max(self._out.peak_replicas, replicas)
@@ -238,7 +237,7 @@ class Simulation:
         worker.advance(self._now)
         out, rate = self._out, self._scenario.machine.rate
         for job, kept_s, spent_s in worker.interrupt():
-            gained = self._backlog.put_back(job, kept_s)
+            gained = self._backlog.put_back(job, self._now, kept_s)
             out.requeued += 1
             out.resumed_tokens += gained
             out.lost_work_s += max(0.0, spent_s - gained / rate.decode_tokens_per_s)
@@ -292,8 +291,8 @@ class Simulation:
         out.on_demand_s, out.spot_s = fleet.machine_s[False], fleet.machine_s[True]
         for job in self._backlog.unsettled():
             out.missed += trace.deadline[job] <= self._now
-            if out.waits[job] == math.inf:
-                out.waits[job] = self._now - trace.arrival[job]
+        for job in self._backlog.waiting():
+            out.waits[job] += self._now - self._backlog.queued_at[job]
         return out
 
 

@@ -1,0 +1,323 @@
+"""`headrace autoscale`: try out how a queue scales, without a cluster."""
+
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import click
+
+from headrace.worker.autoscale import plot as plotting
+from headrace.worker.autoscale.behavior import Behavior
+from headrace.worker.autoscale.compare import (
+    POLICIES,
+    Goals,
+    compare,
+    default_target,
+    make_policy,
+)
+from headrace.worker.autoscale.controllers import (
+    Controller,
+    HpaController,
+    KedaController,
+    recommended_behavior,
+)
+from headrace.worker.autoscale.fleet import Machine
+from headrace.worker.autoscale.hpa import HpaSpec
+from headrace.worker.autoscale.keda import Fallback, FallbackBehavior, ScaledObject
+from headrace.worker.autoscale.outcome import Scenario
+from headrace.worker.autoscale.policy import ScalingPolicy
+from headrace.worker.autoscale.report import table, to_json
+from headrace.worker.autoscale.service import ServiceRate
+from headrace.worker.autoscale.shapes import SHAPES, Load, make
+from headrace.worker.autoscale.trace import Trace, read_bulk_file, read_trace
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def duration(value: Any) -> float:
+    """Seconds, or a number with s, m, h or d."""
+    text = str(value).strip().lower()
+    unit = _UNITS.get(text[-1:])
+    try:
+        seconds = float(text[:-1] if unit else text) * (unit or 1.0)
+    except ValueError:
+        raise click.BadParameter(
+            f"{value!r} is no duration: write 90, 90s, 15m, 2h or 1d"
+        ) from None
+    if not 0.0 <= seconds < float("inf"):
+        raise click.BadParameter(f"{value!r} is no finite duration of 0 or more")
+    return seconds
+
+
+def target(value: Any) -> tuple[str, float]:
+    """POLICY=NUMBER."""
+    name, _, text = str(value).partition("=")
+    if name not in POLICIES:
+        raise click.BadParameter(f"{name!r} is none of {', '.join(POLICIES)}")
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number < float("inf"):
+        raise click.BadParameter(f"the target in {value!r} is no number above 0")
+    return name, number
+
+
+def outage(value: Any) -> tuple[float, float]:
+    """START+LENGTH, both durations."""
+    start, plus, length = str(value).partition("+")
+    if not plus:
+        raise click.BadParameter(f"{value!r}: write START+LENGTH, as in 2h+15m")
+    return duration(start), duration(length)
+
+
+_SHARE = click.FloatRange(0.0, 1.0)
+_POSITIVE = click.FloatRange(0.0, min_open=True)
+_NUMBER = click.FloatRange(0.0)
+
+
+@click.group(context_settings={"auto_envvar_prefix": "HEADRACE_AUTOSCALE"})
+def autoscale() -> None:
+    """Choose what a queue scales on, and its target."""
+
+
+def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def apply(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return apply
+
+
+_option = click.option
+
+_trace_options = _options(
+    _option("--trace", type=click.Path(path_type=Path), help="Arrivals from a CSV or JSONL file."),
+    _option("--bulk-file", type=click.Path(path_type=Path), help="A batch file, submitted at 0."),
+    _option("--shape", type=click.Choice(list(SHAPES)), default="daily", show_default=True),
+    _option("--jobs", type=click.IntRange(1), default=100_000, show_default=True),
+    _option("--duration", type=duration, default="24h", show_default=True),
+    _option("--prompt-tokens", type=_POSITIVE, default=1500, show_default=True, help="Mean."),
+    _option("--output-tokens", type=_POSITIVE, default=500, show_default=True, help="Mean."),
+    _option("--spread", type=_NUMBER, default=1.0, show_default=True, help="Deviation / mean."),
+    _option("--deadline", type=duration, help="After arrival; for shapes and bulk files."),
+)
+_machine_options = _options(
+    _option("--prefill-rate", type=_POSITIVE, default=4000, show_default=True, help="Tokens/s."),
+    _option("--decode-rate", type=_POSITIVE, default=600, show_default=True, help="Tokens/s."),
+    _option("--stream-rate", type=_POSITIVE, help="Tokens/s of one sequence alone."),
+    _option("--slots", type=click.IntRange(1), default=32, show_default=True),
+    _option("--cold-start", type=duration, default="3m", show_default=True),
+    _option("--cold-start-jitter", type=_SHARE, default=0.0, show_default=True),
+    _option("--drain", type=duration, default="120s", show_default=True),
+    _option("--checkpoint/--no-checkpoint", default=True, show_default=True),
+    _option("--deletion-cost/--no-deletion-cost", default=True, show_default=True),
+    _option("--gpus", type=click.IntRange(1), default=1, show_default=True, help="A worker."),
+    _option("--on-demand-price", type=_NUMBER, default=4.0, show_default=True, help="Hour."),
+    _option("--spot-price", type=_NUMBER, default=1.6, show_default=True, help="Hour."),
+    _option("--spot-share", type=_SHARE, default=0.0, show_default=True),
+    _option("--on-demand-base", type=click.IntRange(0), default=0, show_default=True),
+    _option("--spot-interruptions", type=_NUMBER, default=0.05, show_default=True, help="Hour."),
+    _option("--spot-notice", type=duration, default="25s", show_default=True),
+)
+_scaling_options = _options(
+    _option("--controller", type=click.Choice(["keda", "hpa"]), default="keda", show_default=True),
+    _option("--policy", type=click.Choice(POLICIES), multiple=True, help="Default: all."),
+    _option("--target", "targets", type=target, multiple=True, help="As in outstanding=50."),
+    _option("--acceptable-wait", type=duration, default="5m", show_default=True),
+    _option("--allow-missed", type=_NUMBER, default=0.0, show_default=True, help="Percent."),
+    _option(
+        "--search",
+        type=click.IntRange(0),
+        default=3,
+        show_default=True,
+        help="While no policy holds the goals, halve all targets, so many times at most.",
+    ),
+    _option("--min-replicas", type=click.IntRange(0), default=0, show_default=True),
+    _option("--max-replicas", type=click.IntRange(1), default=20, show_default=True),
+    _option("--initial-replicas", type=click.IntRange(0), default=0, show_default=True),
+    _option(
+        "--behavior",
+        type=click.Choice(["recommended", "kubernetes", "none"]),
+        default="recommended",
+        show_default=True,
+        help="The HPA's behavior: Headrace's chart, Kubernetes' defaults, or not set.",
+    ),
+    _option("--polling", type=duration, default="15s", show_default=True),
+    _option("--cooldown", type=duration, help="Default: 5m or twice the cold start."),
+    _option("--activation", type=_NUMBER, default=0.0, show_default=True),
+    _option("--ignore-null/--no-ignore-null", default=False, show_default=True),
+    _option("--fallback-replicas", type=click.IntRange(0), help="KEDA's fallback."),
+    _option("--fallback-threshold", type=click.IntRange(0), default=3, show_default=True),
+    _option(
+        "--fallback-behavior",
+        type=click.Choice([b.value for b in FallbackBehavior if b.value != "scalingModifiers"]),
+        default=FallbackBehavior.CURRENT_REPLICAS_IF_HIGHER.value,
+        show_default=True,
+    ),
+    _option("--outage", "outages", type=outage, multiple=True, help="The exporter is away."),
+    _option("--order", type=click.Choice(["deadline", "fifo"]), default="deadline"),
+    _option("--expire-late/--no-expire-late", default=False, show_default=True),
+    _option("--scrape", type=duration, default="15s", show_default=True),
+    _option("--sync-jitter", type=duration, default="0s", show_default=True),
+    _option("--run-on", type=duration, help="After the last job. Default: enough for deadlines."),
+    _option("--seed", type=int, default=0, show_default=True),
+)
+_output_options = _options(
+    _option("--json", "as_json", is_flag=True, help="One JSON object instead of the table."),
+    _option("--samples", is_flag=True, help="With --json: the state at every scrape."),
+    _option("--plot", type=click.Path(path_type=Path), help="Write a PNG."),
+)
+
+
+@autoscale.command("simulate")
+@_trace_options
+@_machine_options
+@_scaling_options
+@_output_options
+def simulate_command(**options: Any) -> None:
+    """Simulate a queue and its scaling; compare policies and targets; recommend one.
+
+    Every flag has a variable, as HEADRACE_AUTOSCALE_SIMULATE_COLD_START for --cold-start.
+    """
+    try:
+        scenario = _scenario(options)
+        policies = _policies(options, scenario)
+        comparison = compare(
+            scenario,
+            policies,
+            lambda policy: _controller(options, scenario, policy),
+            Goals(scenario.acceptable_wait_s, options["allow_missed"]),
+            search=0 if options["targets"] else options["search"],
+        )
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    except OSError as error:
+        raise click.UsageError(f"cannot read {error.filename}: {error.strerror}") from error
+    if options["as_json"]:
+        click.echo(to_json(comparison, samples=options["samples"]), nl=False)
+    else:
+        click.echo(table(comparison))
+    if options["plot"] is not None:
+        try:
+            plotting.plot(comparison, options["plot"])
+        except plotting.PlotUnavailable as error:
+            raise click.ClickException(str(error)) from error
+        except OSError as error:
+            raise click.ClickException(f"cannot write {options['plot']}: {error}") from error
+        click.echo(f"plot: {options['plot']}", err=True)
+
+
+def _trace(o: dict[str, Any]) -> Trace:
+    if o["trace"] is not None and o["bulk_file"] is not None:
+        raise ValueError("--trace and --bulk-file: give one of them")
+    if o["trace"] is not None:
+        return read_trace(o["trace"])
+    if o["bulk_file"] is not None:
+        return read_bulk_file(
+            o["bulk_file"], output_tokens=round(o["output_tokens"]), deadline_s=o["deadline"]
+        )
+    load = Load(
+        o["jobs"],
+        o["duration"],
+        o["prompt_tokens"],
+        o["output_tokens"],
+        o["spread"],
+        o["deadline"],
+        o["seed"],
+    )
+    return make(o["shape"], load)
+
+
+def _scenario(o: dict[str, Any]) -> Scenario:
+    rate = ServiceRate(o["prefill_rate"], o["decode_rate"], o["slots"], o["stream_rate"])
+    machine = Machine(
+        rate,
+        cold_start_s=o["cold_start"],
+        cold_start_jitter=o["cold_start_jitter"],
+        drain_s=o["drain"],
+        checkpoint=o["checkpoint"],
+        deletion_cost=o["deletion_cost"],
+        gpus=o["gpus"],
+        on_demand_price=o["on_demand_price"],
+        spot_price=o["spot_price"],
+        spot_share=o["spot_share"],
+        on_demand_base=o["on_demand_base"],
+        spot_notice_s=o["spot_notice"],
+        spot_interruptions_per_hour=o["spot_interruptions"],
+    )
+    for flag in ("scrape", "polling", "acceptable_wait"):
+        if o[flag] <= 0.0:
+            raise ValueError(f"--{flag.replace('_', '-')} must be above 0")
+    if o["min_replicas"] > o["max_replicas"]:
+        raise ValueError(
+            f"--min-replicas {o['min_replicas']} is above --max-replicas {o['max_replicas']}"
+        )
+    trace = _trace(o)
+    run_on = o["run_on"]
+    if run_on is None:
+        patience = [d - a for a, d in zip(trace.arrival, trace.deadline, strict=True) if d != inf]
+        run_on = max(21600.0, 2.0 * o["acceptable_wait"], 2.0 * max(patience, default=0.0))
+    return Scenario(
+        trace,
+        machine,
+        min_replicas=o["min_replicas"],
+        max_replicas=o["max_replicas"],
+        # An HPA never leaves a zero that is below its minimum.
+        initial_replicas=max(o["min_replicas"], o["initial_replicas"]),
+        acceptable_wait_s=o["acceptable_wait"],
+        scrape_s=o["scrape"],
+        sync_jitter_s=o["sync_jitter"],
+        deadline_order=o["order"] == "deadline",
+        expire_late=o["expire_late"],
+        outages=o["outages"],
+        run_on_s=run_on,
+        seed=o["seed"],
+    )
+
+
+def _policies(o: dict[str, Any], scenario: Scenario) -> list[ScalingPolicy]:
+    """Every policy asked for, with each of its targets."""
+    policies = []
+    asked = o["policy"] or POLICIES
+    for name, _ in o["targets"]:
+        if name not in asked:
+            raise ValueError(f"--target {name}=... but --policy leaves {name} out")
+    for name in asked:
+        given = [number for of, number in o["targets"] if of == name]
+        for number in given or [default_target(name, scenario)]:
+            policies.append(make_policy(name, number, scenario))
+    return policies
+
+
+def _controller(o: dict[str, Any], scenario: Scenario, policy: ScalingPolicy) -> Controller:
+    behavior: Behavior | None = {
+        "recommended": recommended_behavior(scenario.machine.cold_start_s),
+        "kubernetes": Behavior(),
+        "none": None,
+    }[o["behavior"]]
+    if o["controller"] == "hpa":
+        spec = HpaSpec(scenario.max_replicas, scenario.min_replicas, behavior)
+        return HpaController(spec, policy.target)
+    fallback = None
+    if o["fallback_replicas"] is not None:
+        kind = FallbackBehavior(o["fallback_behavior"])
+        fallback = Fallback(o["fallback_threshold"], o["fallback_replicas"], kind)
+    cooldown = o["cooldown"]
+    if cooldown is None:
+        cooldown = max(300.0, 2.0 * scenario.machine.cold_start_s)
+    return KedaController(
+        ScaledObject(
+            max_replica_count=scenario.max_replicas,
+            min_replica_count=scenario.min_replicas,
+            polling_interval_s=o["polling"],
+            cooldown_period_s=cooldown,
+            threshold=policy.target,
+            activation_threshold=o["activation"],
+            fallback=fallback,
+        ),
+        behavior=behavior,
+        ignore_null=o["ignore_null"],
+    )
