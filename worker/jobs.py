@@ -197,9 +197,11 @@ def _refuse_version(version: int) -> NoReturn:
 
 def to_params(request: schemas.Request, defaults: dict[str, Any]) -> SamplingParams:
     """What the request sets, then the model's own defaults (generation_config), then ours."""
-    chosen: dict[str, Any] = {name: value for name, value in defaults.items() if value is not None}
+    chosen: dict[str, Any] = {}
     for name in _SAME_NAME:
         value = getattr(request, name)
+        if value is None:
+            value = defaults.get(name)
         if value is not None:
             chosen[name] = value
     stop = request.stop

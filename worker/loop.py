@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from headrace.engine.errors import Failure, RequestError
+from headrace.engine.errors import EngineError, Failure, RequestError
 from headrace.engine.sequence import FinishReason, Sequence, SequenceStatus
 from headrace.engine.stats import StepOutput, StepStats
 from headrace.producer import codec, schemas
@@ -369,8 +369,12 @@ class ServingLoop:
             self.courier.save(progress)
 
     def _recover(self, error: Exception) -> None:
-        """A step raised: take everything out, and put it back in halves until one job is left."""
+        """The engine finds by itself which sequence breaks a step of the device, and raises
+        EngineError when it is none. Anything else is a fault of its host half with one of them:
+        take everything out, and put it back in halves until one job is left."""
         self._metrics.engine_errors.inc()
+        if isinstance(error, EngineError):
+            raise EngineBroken(str(error)) from error
         log.error("a step raised %s; looking for the job", type(error).__name__, exc_info=error)
         running = list(dict.fromkeys(self._by_seq.values()))
         try:
