@@ -151,3 +151,14 @@ def unknown(name: str) -> PlanError:
         f"{name!r} is no folder, config.json, .gguf file, known model or size such as 7B.{hint} "
         "Give the path of the model's config.json for any other model."
     )
+
+
+def smaller_siblings(name: str) -> list[ModelShape]:
+    """Smaller models of the same family (`Qwen2.5-`), the largest first; none for other names."""
+    if name not in _CONFIGS:
+        return []
+    family = re.split(r"-\d+(?:\.\d+)?[bBmM]", name)[0]
+    own = shape(name).num_params
+    same = [shape(n) for n in _CONFIGS if re.split(r"-\d+(?:\.\d+)?[bBmM]", n)[0] == family]
+    smaller = [s for s in same if s.num_params < 0.9 * own]
+    return sorted(smaller, key=lambda s: -s.num_params)

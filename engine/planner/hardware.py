@@ -137,7 +137,17 @@ CARDS: tuple[Card, ...] = (
         limits=_NO_PEER,
         aliases=("5090",),
     ),
-    _nvidia("A6000", 47.4, 768, (8, 6), fp32=38.7, fp16=154.8, int8=309.7, link=56),
+    _nvidia(
+        "A6000",
+        47.4,
+        768,
+        (8, 6),
+        fp32=38.7,
+        fp16=154.8,
+        int8=309.7,
+        link=56,
+        aliases=("RTX-A6000",),
+    ),
     _nvidia("L40S", 44.4, 864, (8, 9), fp32=91.6, fp16=362, int8=733, fp8=733),
     _nvidia("A100-40", 39.4, 1555, (8, 0), fp32=19.5, fp16=312, int8=624, link=300),
     _nvidia(
@@ -155,7 +165,7 @@ CARDS: tuple[Card, ...] = (
         fp8=1979,
         link=450,
         context=0.6,
-        aliases=("H100-80", "H100-SXM"),
+        aliases=("H100-80",),
     ),
     _nvidia(
         "H200",
@@ -204,10 +214,13 @@ DEFAULT_CARDS = ("T4", "A10", "L4", "L40S", "A100-80", "H100", "H200")
 
 
 def _key(name: str) -> str:
+    """`NVIDIA A100-SXM4-80GB`, `a100 80G` and `A100-80` are one."""
     key = re.sub(r"[\s_]+", "-", name.strip().lower())
-    key = re.sub(r"^(nvidia|amd|geforce)-|-(sxm\d?|pcie-\d+gb)$", "", key)
-    key = re.sub(r"(\d)\s*gb?$", r"\1", key)
-    return re.sub(r"^(rtx)(\d)", r"\1-\2", key)
+    key = re.sub(
+        r"^((nvidia|amd|tesla|geforce|instinct)-)+|-hbm\d\w*|-sxm\d?|-pcie(?=-\d)", "", key
+    )
+    key = re.sub(r"(\d)gb?$", r"\1", key)
+    return re.sub(r"^rtx(?=\d)", "rtx-", key)
 
 
 def find_card(name: str) -> Card:

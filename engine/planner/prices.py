@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from headrace.engine.planner.errors import PlanError
-from headrace.engine.planner.hardware import CARDS, find_card
+from headrace.engine.planner.hardware import find_card
 
 PRICES_DATE = "2025-07"
 SPOT_SHARE = 0.4
@@ -76,8 +76,3 @@ def _parse(value: str, item: str) -> Price:
     if not (0 <= first < 1e6 and 0 <= second < 1e6):
         raise PlanError(f"price {item!r} is out of range")
     return Price(first, second, "given")
-
-
-def unpriced() -> list[str]:
-    """Cards without a list price."""
-    return [c.name for c in CARDS if c.name not in _LIST]

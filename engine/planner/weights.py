@@ -5,6 +5,7 @@ unquantized (embeddings, head, norms, biases). A rule such as half a byte a para
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from headrace.engine.planner import gguf_types
 from headrace.engine.planner.errors import PlanError
@@ -37,6 +38,7 @@ class WeightBytes:
         return self.linear + self.experts * experts_touched + head + self.other
 
 
+@lru_cache(maxsize=4096)
 def weight_bytes(
     shape: ModelShape, scheme: Scheme, dtype_bytes: int = 2, tensor_parallel: int = 1
 ) -> WeightBytes:
