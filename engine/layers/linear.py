@@ -1,0 +1,34 @@
+"""A linear layer: weights and the method that multiplies them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.engine.loading.checkpoint import TensorSource
+from headrace.engine.quant.method import LinearSpec, QuantMethod
+
+
+class Linear:
+    """`linear(x)`: x [rows, in] to [rows, out]."""
+
+    __slots__ = ("_method", "_weights")
+
+    def __init__(self, method: QuantMethod[Any], weights: Any) -> None:
+        self._method = method
+        self._weights = weights
+
+    @classmethod
+    def load(
+        cls,
+        method: QuantMethod[Any],
+        spec: LinearSpec,
+        source: TensorSource,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "Linear":
+        return cls(method, method.process(method.create_weights(spec, source, dtype, device)))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y: Tensor = self._method.apply(self._weights, x)
+        return y

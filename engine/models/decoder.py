@@ -1,0 +1,191 @@
+"""The decoder core that all families share; what differs is in ModelConfig.
+
+Pre-norm residual blocks: x += attention(norm(x)); x += mlp(norm(x)). Knows no scheduler and no
+sampling: flat tokens in, hidden rows or logits out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.engine.layers.backend import Backend, HeadNorms, LayerKV
+from headrace.engine.layers.linear import Linear
+from headrace.engine.loading.checkpoint import Checkpoint, check_tensors
+from headrace.engine.models.config import ModelConfig
+from headrace.engine.quant.method import LinearSpec, QuantMethod
+from headrace.engine.quant.unquantized import Unquantized
+
+_EMBEDDING = "model.embed_tokens.weight"
+_FINAL_NORM = "model.norm.weight"
+_HEAD = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    input_norm: Tensor
+    qkv: Linear
+    head_norms: HeadNorms | None
+    output: Linear
+    post_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    window: int | None
+
+
+class Decoder:
+    """A loaded model. `vocab_size` counts the logits: ids that the tokenizer does not know (padding
+    rows of the embedding) have none."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        embedding: Tensor,
+        layers: Sequence[DecoderLayer],
+        final_norm: Tensor,
+        head: Linear,
+        vocab_size: int,
+        backend: Backend,
+    ) -> None:
+        self.config = config
+        self.vocab_size = vocab_size
+        self._embedding = embedding
+        self._layers = layers
+        self._final_norm = final_norm
+        self._head = head
+        self._backend = backend
+
+    def hidden(
+        self, token_ids: Tensor, kv: Sequence[LayerKV], plan: Any, output_rows: Tensor
+    ) -> Tensor:
+        """Normed last hidden states [len(output_rows), hidden] of the flat step `token_ids`.
+
+        The last layer computes keys and values for all tokens, the rest only for `output_rows`.
+        """
+        backend, eps = self._backend, self.config.rms_norm_eps
+        x = self._embedding[token_ids]
+        normed = backend.rms_norm(x, self._layers[0].input_norm, eps)
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            query = backend.rope_and_store(layer.qkv(normed), kv[index], plan, layer.head_norms)
+            mixed = backend.attention(query, kv[index], plan, layer.window)
+            if index == last:
+                x, mixed = x[output_rows], mixed[output_rows]
+            normed = backend.add_rms_norm(x, layer.output(mixed), layer.post_norm, eps)
+            delta = layer.down(backend.silu_mul(layer.gate_up(normed)))
+            next_norm = self._final_norm if index == last else self._layers[index + 1].input_norm
+            normed = backend.add_rms_norm(x, delta, next_norm, eps)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits [rows, vocab_size] of normed hidden states."""
+        return self._head(hidden).float()
+
+
+def load_decoder(
+    checkpoint: Checkpoint, backend: Backend, dtype: torch.dtype, device: torch.device
+) -> Decoder:
+    """Read all weights; CheckpointError names tensors that are missing, unexpected or misshapen."""
+    config = checkpoint.config
+    method = Unquantized()
+    source = checkpoint.tensors
+    specs = [_layer_specs(config, index) for index in range(config.num_layers)]
+    _check(checkpoint, method, specs)
+
+    def vector(name: str) -> Tensor:
+        return source.load(name).to(device, dtype)
+
+    def linear(spec: LinearSpec) -> Linear:
+        return Linear.load(method, spec, source, dtype, device)
+
+    layers = []
+    for index, (qkv, output, gate_up, down) in enumerate(specs):
+        prefix = f"model.layers.{index}."
+        norms = None
+        if config.qk_norm:
+            norms = HeadNorms(
+                vector(prefix + "self_attn.q_norm.weight"),
+                vector(prefix + "self_attn.k_norm.weight"),
+            )
+        layers.append(
+            DecoderLayer(
+                input_norm=vector(prefix + "input_layernorm.weight"),
+                qkv=linear(qkv),
+                head_norms=norms,
+                output=linear(output),
+                post_norm=vector(prefix + "post_attention_layernorm.weight"),
+                gate_up=linear(gate_up),
+                down=linear(down),
+                window=config.sliding_windows[index],
+            )
+        )
+    embedding = vector(_EMBEDDING)
+    vocab_size = min(config.vocab_size, checkpoint.num_token_ids or config.vocab_size)
+    head_weight = embedding if config.tie_word_embeddings else source.load(f"{_HEAD}.weight")
+    head = Linear.load(
+        method,
+        LinearSpec((_HEAD,), config.hidden_size, (vocab_size,)),
+        _Given({f"{_HEAD}.weight": head_weight[:vocab_size]}),
+        dtype,
+        device,
+    )
+    return Decoder(config, embedding, layers, vector(_FINAL_NORM), head, vocab_size, backend)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """Tensors that are at hand already."""
+
+    tensors: dict[str, Tensor]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
+    def load(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+def _layer_specs(config: ModelConfig, index: int) -> tuple[LinearSpec, ...]:
+    """qkv, output, gate-up and down of a layer."""
+    attention = f"model.layers.{index}.self_attn."
+    mlp = f"model.layers.{index}.mlp."
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_size = config.num_heads * config.head_dim
+    kv_size = config.num_kv_heads * config.head_dim
+    return (
+        LinearSpec(
+            tuple(attention + name for name in ("q_proj", "k_proj", "v_proj")),
+            hidden,
+            (q_size, kv_size, kv_size),
+            config.qkv_bias,
+        ),
+        LinearSpec((attention + "o_proj",), q_size, (hidden,), config.output_bias),
+        LinearSpec((mlp + "gate_proj", mlp + "up_proj"), hidden, (inner, inner), config.mlp_bias),
+        LinearSpec((mlp + "down_proj",), inner, (hidden,), config.mlp_bias),
+    )
+
+
+def _check(
+    checkpoint: Checkpoint, method: QuantMethod[Any], specs: Sequence[tuple[LinearSpec, ...]]
+) -> None:
+    config = checkpoint.config
+    expected: dict[str, tuple[int, ...]] = {
+        _EMBEDDING: (config.vocab_size, config.hidden_size),
+        _FINAL_NORM: (config.hidden_size,),
+    }
+    ignored = {f"{_HEAD}.weight"}  # a tied head may be stored once more
+    if not config.tie_word_embeddings:
+        expected[f"{_HEAD}.weight"] = (config.vocab_size, config.hidden_size)
+    for index, layer in enumerate(specs):
+        prefix = f"model.layers.{index}."
+        expected[prefix + "input_layernorm.weight"] = (config.hidden_size,)
+        expected[prefix + "post_attention_layernorm.weight"] = (config.hidden_size,)
+        if config.qk_norm:
+            expected[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
+            expected[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
+        ignored.add(prefix + "self_attn.rotary_emb.inv_freq")  # written by old Transformers
+        for spec in layer:
+            expected.update(method.tensor_shapes(spec))
+    check_tensors(checkpoint.tensors.shapes(), expected, ignored)

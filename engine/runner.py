@@ -1,0 +1,236 @@
+"""Executes scheduled batches on one device: weights, KV pool and rows live here.
+
+The device half's one door. Knows no queue, no text and no scheduling policy.
+"""
+
+import os
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.engine.batch import NewRow, SampledTokens, ScheduledBatch, ScheduledRow, StepHandle
+from headrace.engine.config import EngineConfig
+from headrace.engine.errors import EngineError
+from headrace.engine.input_batch import InputBatch
+from headrace.engine.kv.cache import KVCache, allocate
+from headrace.engine.layers.backend import Backend
+from headrace.engine.layers.torch_backend import TorchBackend
+from headrace.engine.loading.checkpoint import Checkpoint
+from headrace.engine.loading.source import open_checkpoint, resolve_model
+from headrace.engine.models.config import ModelConfig
+from headrace.engine.models.decoder import Decoder, load_decoder
+from headrace.engine.sampler import Sampler
+from headrace.engine.sampling_params import SamplingParams
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStep:
+    """A step whose tokens are there already: on a CPU, launching is computing."""
+
+    tokens: SampledTokens
+
+    def result(self) -> SampledTokens:
+        return self.tokens
+
+
+class ModelRunner:
+    """One loaded model with its KV pool.
+
+    `num_blocks`: ids 0 to num_blocks - 1 are the scheduler's; `vocab_size`: ids that can be
+    sampled; `fingerprint`: names weights, dtype, backend and torch version, so equal ones compute
+    alike.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        decoder: Decoder,
+        backend: Backend,
+        cache: KVCache,
+        max_model_len: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self.num_blocks = cache.num_blocks
+        self.block_size = cache.block_size
+        self.max_model_len = max_model_len
+        self.vocab_size = decoder.vocab_size
+        self.model_name = config.served_model_name or default_model_name(config.model)
+        self.default_sampling: dict[str, Any] = dict(checkpoint.default_sampling)
+        self.eos_token_ids = tuple(
+            token for token in checkpoint.eos_token_ids if token < decoder.vocab_size
+        )
+        self.dtype = str(dtype).removeprefix("torch.")
+        self.backend_name = backend.name
+        self.kv_cache_bytes = cache.bytes_per_block * (cache.num_blocks + 1)
+        self.fingerprint = "-".join(
+            (checkpoint.fingerprint, self.dtype, backend.name, f"torch{torch.__version__}")
+        )
+        self._decoder = decoder
+        self._backend = backend
+        self._cache = cache
+        self._rows = InputBatch(
+            config.max_num_seqs, max_model_len, cache.block_size, cache.dummy_block
+        )
+        self._sampler = Sampler(self._rows)
+
+    @torch.inference_mode()
+    def execute(self, batch: ScheduledBatch) -> StepHandle:
+        """Compute the batch's tokens, store their keys and values, sample the rows that ask for it
+        and append what was sampled to their rows."""
+        self._rows.update(batch)
+        if not batch.rows:
+            return FinishedStep(SampledTokens({}))
+        inputs = self._rows.step_inputs(batch)
+        hidden = self._decoder.hidden(
+            torch.from_numpy(inputs.token_ids),
+            self._cache.layers,
+            self._backend.prepare(inputs.attention),
+            torch.from_numpy(inputs.output_rows),
+        )
+        if not len(inputs.output_rows):
+            return FinishedStep(SampledTokens({}))
+        sampled = self._sampler.sample(self._decoder.logits(hidden), inputs.sampled_slots)
+        tokens = sampled.token_ids
+        seq_ids = inputs.sampled_seq_ids
+        if not sampled.failures:
+            self._rows.append(inputs.sampled_slots, tokens)
+            by_id = {
+                seq_id: [token] for seq_id, token in zip(seq_ids, tokens.tolist(), strict=True)
+            }
+        else:
+            good = [index for index in range(len(seq_ids)) if index not in sampled.failures]
+            self._rows.append(inputs.sampled_slots[good], tokens[good])
+            by_id = {seq_ids[index]: [int(tokens[index])] for index in good}
+        return FinishedStep(
+            SampledTokens(
+                by_id,
+                {seq_ids[index]: [found] for index, found in sampled.logprobs.items()},
+                {seq_ids[index]: failure for index, failure in sampled.failures.items()},
+            )
+        )
+
+    def warm_up(self) -> None:
+        """Run a short prompt and two decode steps, so that the first request pays for no kernel
+        that is compiled or loaded on first use. Uses block 0; call it before any sequence."""
+        seq_id = -1
+        prompt = [index % self.vocab_size for index in range(min(self.block_size, 16) - 3)]
+        params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
+        row = NewRow(seq_id, prompt, len(prompt), params, 0, 0, ())
+        steps: Seq[tuple[int, int, Seq[int]]] = (
+            (0, len(prompt), (0,)),
+            (len(prompt), 1, ()),
+            (len(prompt) + 1, 1, ()),
+        )
+        for index, (computed, scheduled, blocks) in enumerate(steps):
+            rows = (ScheduledRow(seq_id, computed, scheduled, blocks, samples=True),)
+            self.execute(ScheduledBatch(index, (row,) if index == 0 else (), (), rows))
+        self.execute(ScheduledBatch(len(steps), (), (seq_id,), ()))
+
+
+def load_runner(config: EngineConfig) -> ModelRunner:
+    """Load `config.model`, measure memory, allocate the KV pool.
+
+    CheckpointError: the model's files; EngineError: a setting that this machine cannot serve.
+    """
+    device = _device(config)
+    if config.quantization is not None:
+        raise EngineError(f"quantization {config.quantization!r} is not supported")
+    if config.tensor_parallel_size != 1:
+        raise EngineError("tensor_parallel_size above 1 is not supported")
+    if config.deterministic:
+        raise EngineError("deterministic=True is not supported on this device")
+    torch.set_num_threads(config.num_threads or available_threads())
+    checkpoint = open_checkpoint(resolve_model(config.model))
+    model = checkpoint.config
+    dtype = choose_dtype(config.dtype, model.dtype)
+    max_model_len = config.max_model_len or model.max_position_embeddings
+    if max_model_len > _longest(model):
+        raise EngineError(
+            f"max_model_len {max_model_len} is beyond the {_longest(model)} positions that the"
+            " model supports"
+        )
+    with torch.inference_mode():
+        backend = TorchBackend(model, max_model_len, dtype, device)
+        decoder = load_decoder(checkpoint, backend, dtype, device)
+        cache = allocate(config, model, backend, dtype, device)
+    capacity = cache.num_blocks * cache.block_size
+    if capacity < max_model_len:
+        if config.max_model_len is not None:
+            raise EngineError(
+                f"the KV cache holds {capacity} tokens, fewer than max_model_len {max_model_len};"
+                " raise kv_cache_memory_bytes or lower max_model_len"
+            )
+        max_model_len = capacity
+    return ModelRunner(config, checkpoint, decoder, backend, cache, max_model_len, dtype)
+
+
+def default_model_name(model: str) -> str:
+    """Last part of the path, without `.gguf`, lower-case."""
+    name = Path(model).name
+    return (name[:-5] if name.lower().endswith(".gguf") else name).lower()
+
+
+def choose_dtype(chosen: str, stored: str) -> torch.dtype:
+    """`chosen`, or for "auto" on a CPU: bfloat16 where the CPU multiplies it and the checkpoint is
+    16 bits wide, else float32."""
+    if chosen != "auto":
+        if chosen not in _DTYPES:
+            raise EngineError(f"dtype {chosen!r} is not one of auto, {', '.join(_DTYPES)}")
+        return _DTYPES[chosen]
+    if stored != "float32" and cpu_multiplies_bfloat16():
+        return torch.bfloat16
+    return torch.float32
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether the CPU has bfloat16 dot products (elsewhere they are emulated, at a quarter of the
+    speed of float32)."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    flags = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags.split()))
+
+
+def available_threads() -> int:
+    """CPUs that this process may use: its affinity, or less under a cgroup's quota."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    count = len(affinity(0)) if affinity else os.cpu_count() or 1
+    quota = _cpu_quota()
+    return max(1, count if quota is None else min(count, round(quota)))
+
+
+def _cpu_quota() -> float | None:
+    """CPUs' worth of time under cgroup v2 or v1, None without a limit."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        pass
+    try:
+        folder = Path("/sys/fs/cgroup/cpu")
+        limit = (folder / "cpu.cfs_quota_us").read_text()
+        period = (folder / "cpu.cfs_period_us").read_text()
+    except OSError:
+        return None
+    return int(limit) / int(period) if int(limit) > 0 else None
+
+
+def _longest(model: ModelConfig) -> int:
+    """Positions that the rope table may be asked for."""
+    if model.rope.rope_type == "dynamic":
+        return int(model.max_position_embeddings * model.rope.factor)
+    return model.max_position_embeddings
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device in ("auto", "cpu"):
+        return torch.device("cpu")
+    raise EngineError(f"device {config.device!r} is not supported (auto, cpu)")
