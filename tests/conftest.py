@@ -5,8 +5,27 @@ one: without a GPU the kernels run in Triton's interpreter.
 """
 
 import os
+from collections.abc import Iterator
 
+import pytest
 import torch
+from redis_support import RedisServer
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RedisServer]:
+    """One private Redis for the whole session."""
+    server = RedisServer()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def redis_url(redis_server: RedisServer) -> str:
+    """The session's Redis, emptied."""
+    with redis_server.client() as client:
+        client.flushall()
+    return redis_server.url

@@ -1,0 +1,309 @@
+"""The blocking client: jobs in, results out.
+
+    client = Client("redis://localhost:6379/0")
+    job = client.submit("Translate to French: good morning", max_tokens=32)
+    print(job.result(timeout=60).text)
+    for result in client.map(prompts, max_tokens=32): ...
+
+What each call does stands in `operations`; `AsyncClient` does the same. Nothing here knows Lua.
+"""
+
+import os
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self, TypeVar
+
+import redis
+
+from headrace.producer import connection, keys, operations, submission
+from headrace.producer.errors import QueueFull, error_for
+from headrace.producer.operations import (
+    BatchStatus,
+    CancelOutcome,
+    Completed,
+    JobState,
+    RequestLike,
+    Settings,
+    WorkerInfo,
+)
+from headrace.producer.schemas import Result
+from headrace.producer.scripts import Call, Commands
+
+T = TypeVar("T")
+URL_VARIABLE = "HEADRACE_REDIS_URL"
+DEFAULT_URL = "redis://localhost:6379/0"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A submitted job. Cheap to make: `client.job(id)` sends nothing."""
+
+    id: str
+    client: "Client"
+    queue: str | None = None
+
+    def status(self) -> JobState:
+        """Where the job is now; JobNotFound when there is none."""
+        return self.client.status(self.id)
+
+    def result(self, timeout: float | None = None) -> Result:
+        """The answer, waiting for it. JobFailed, JobExpired or JobCancelled when there is none,
+        ResultTimeout after `timeout` seconds, JobNotFound when the job is unknown."""
+        return self.client.result(self.id, timeout)
+
+    def cancel(self) -> CancelOutcome:
+        """End the job in whatever state it is; says what that was."""
+        return self.client.cancel(self.id)
+
+
+class Client:
+    """Submits jobs and reads results. Thread-safe; one connection pool.
+
+    `url` None: `HEADRACE_REDIS_URL`, else localhost. `queue` None: each job goes to the queue of
+    its model, or to the one that the live workers serve. Other settings: `operations.Settings`.
+    Every call is sent again after a lost connection, for `retry_for` seconds, and none is applied
+    twice. Raises RedisUnavailable when Redis cannot be reached in that time.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        queue: str | None = None,
+        client: redis.Redis | None = None,
+        **settings: Any,
+    ) -> None:
+        self.settings = Settings(queue=queue, **settings)
+        self.redis = client or connection.connect(
+            url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
+        )
+        self._memory_checked = 0.0
+
+    def submit(
+        self,
+        prompt: str | list[int] | None = None,
+        *,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        job_id: str | None = None,
+        idempotency_key: str | None = None,
+        queue: str | None = None,
+        priority: keys.Priority = "normal",
+        tenant: str | None = None,
+        batch: str | None = None,
+        deadline: float | None = None,
+        start_at: float | None = None,
+        max_attempts: int | None = None,
+        result_ttl: int | None = None,
+        failure_ttl: int | None = None,
+        **fields: Any,
+    ) -> Job:
+        """Send one request: a prompt (text or token ids) or messages.
+
+        `fields`: sampling parameters in their usual names, `model`, `custom_id`, `metadata`,
+        `chat_template_kwargs`. `deadline` and `start_at` are Unix seconds. The same `job_id` or
+        `idempotency_key` with the same body is the same job, with another body an
+        IdempotencyConflict. Raises InvalidRequest for a request that can't be sent, QueueFull when
+        admission is refused.
+        """
+        request = submission.request_of(prompt, messages, fields)
+        if idempotency_key is not None and job_id is None:
+            job_id = operations.idempotent_id(idempotency_key)
+        options = submission.Options(
+            queue=queue,
+            priority=priority,
+            tenant=tenant,
+            batch=batch,
+            deadline=deadline,
+            start_at=start_at,
+            max_attempts=max_attempts,
+            result_ttl=result_ttl,
+            failure_ttl=failure_ttl,
+        )
+        self._check_memory()
+        ids = [job_id] if job_id is not None else None
+        (accepted,) = self._run(submission.submit([request], options, self.settings, ids))
+        return Job(accepted, self)
+
+    def submit_many(
+        self,
+        requests: Iterable[RequestLike],
+        *,
+        job_ids: Iterable[str] | None = None,
+        queue: str | None = None,
+        priority: keys.Priority = "normal",
+        tenant: str | None = None,
+        batch: str | None = None,
+        deadline: float | None = None,
+        start_at: float | None = None,
+        max_attempts: int | None = None,
+        result_ttl: int | None = None,
+        failure_ttl: int | None = None,
+        chunk: int = operations.MANY,
+        block: float | None = None,
+        **defaults: Any,
+    ) -> list[Job]:
+        """Send many requests (prompts, mappings or Requests), one round trip a chunk.
+
+        `defaults` fill the fields that a request leaves unset. `block`: seconds to wait for space
+        where admission is limited; None raises QueueFull at once, its `accepted` says what got in.
+        """
+        options = submission.Options(
+            queue=queue,
+            priority=priority,
+            tenant=tenant,
+            batch=batch,
+            deadline=deadline,
+            start_at=start_at,
+            max_attempts=max_attempts,
+            result_ttl=result_ttl,
+            failure_ttl=failure_ttl,
+        )
+        end = None if block is None else time.monotonic() + block
+        jobs: list[Job] = []
+        for requests_, ids in submission.chunked(requests, job_ids, defaults, chunk):
+            try:
+                self._check_memory(end)
+                accepted = self._run(submission.submit(requests_, options, self.settings, ids, end))
+            except QueueFull as error:
+                earlier = tuple(job.id for job in jobs)
+                raise QueueFull(str(error), earlier + error.accepted) from error
+            jobs += [Job(job_id, self) for job_id in accepted]
+        return jobs
+
+    def map(
+        self,
+        requests: Iterable[RequestLike],
+        *,
+        window: int = 1024,
+        timeout: float | None = None,
+        **options: Any,
+    ) -> Iterator[Result]:
+        """Results in the order of the requests, at most `window` jobs ahead of the reader.
+
+        A job that failed yields its Result with a `failure` and does not stop the others.
+        `timeout`: seconds to wait for each. `options` as for `submit_many`. Records are deleted
+        once read.
+        """
+        source = iter(requests)
+        waiting: deque[Job] = deque()
+        step = max(1, min(operations.MANY, window // 2))
+        try:
+            while True:
+                while len(waiting) <= window - step and (some := submission.take(source, step)):
+                    waiting += self.submit_many(some, **options)
+                if not waiting:
+                    return
+                job = waiting[0]
+                result = self._run(operations.wait_result(job.id, timeout))
+                waiting.popleft()
+                self.forget([job.id])
+                yield result
+        finally:
+            if waiting:
+                self.cancel_many([job.id for job in waiting])
+
+    def job(self, job_id: str) -> Job:
+        """A handle on a job submitted before, here or elsewhere."""
+        return Job(keys.check_id("job_id", job_id), self)
+
+    def status(self, job_id: str) -> JobState:
+        return self._run(operations.status(job_id))
+
+    def result(self, job_id: str, timeout: float | None = None) -> Result:
+        """As `Job.result`."""
+        result = self._run(operations.wait_result(job_id, timeout))
+        error = error_for(result)
+        if error is not None:
+            raise error
+        return result
+
+    def results(self, job_ids: Sequence[str]) -> dict[str, Result]:
+        """Results of those that have ended, failures included; one round trip, no waiting."""
+        found: dict[str, Result] = {}
+        for some in connection.chunks(list(job_ids), operations.MANY):
+            found |= self._run(operations.read_results(some))
+        return found
+
+    def cancel(self, job_id: str) -> CancelOutcome:
+        """End a job in whatever state it is; says what that was."""
+        return self.cancel_many([job_id])[0]
+
+    def cancel_many(self, job_ids: Sequence[str]) -> list[CancelOutcome]:
+        outcomes: list[CancelOutcome] = []
+        for some in connection.chunks(list(job_ids), operations.MANY):
+            replies = self._run(operations.cancel(some, self.settings))
+            outcomes += [reply or CancelOutcome.NOT_FOUND for reply in replies]
+        return outcomes
+
+    def forget(self, job_ids: Sequence[str]) -> int:
+        """Delete the records of ended jobs; how many. Jobs still under way are left alone."""
+        return self._run(operations.forget(list(job_ids), self.settings))
+
+    def workers(self) -> list[WorkerInfo]:
+        """Live workers, with what they serve and their state."""
+        return self._run(operations.workers())
+
+    def create_batch(self, batch_id: str, manifest: Mapping[str, Any] | None = None) -> None:
+        """Give a batch a manifest (any JSON); `submit(..., batch=batch_id)` puts jobs into it."""
+        self._run(operations.create_batch(batch_id, manifest or {}))
+
+    def batch(self, batch_id: str) -> BatchStatus:
+        """Counts and manifest of a batch, whatever its size; JobNotFound when there is none."""
+        return self._run(operations.batch_status(batch_id))
+
+    def completed(
+        self, batch_id: str, cursor: int = 0, limit: int = operations.MANY, *, trim: bool = False
+    ) -> Completed:
+        """Results of a batch in order of completion, from `cursor` on. Nothing is consumed: any
+        number of readers keep cursors of their own. `trim`, for a batch's one owner, lets Redis
+        drop the ids before `cursor`."""
+        return self._run(operations.completed(batch_id, cursor, limit, trim, self.settings))
+
+    def cancel_batch(self, batch_id: str) -> BatchStatus:
+        """End all jobs of a batch that have not ended; what is met later ends too."""
+        return self._run(operations.cancel_batch(batch_id, self.settings))
+
+    def with_settings(self, **changes: Any) -> "Client":
+        """The same connection under other settings."""
+        return type(self)(client=self.redis, **{**_fields(self.settings), **changes})
+
+    def ping(self) -> None:
+        """RedisUnavailable unless Redis answers."""
+        connection.send(self.redis, Commands((("PING",),)), self.settings.retry_for)
+
+    def close(self) -> None:
+        self.redis.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _run(self, steps: Generator[Call, Any, T]) -> T:
+        """Drive an operation: send each call, hand it the reply."""
+        try:
+            call = next(steps)
+            while True:
+                call = steps.send(connection.send(self.redis, call, self.settings.retry_for))
+        except StopIteration as done:
+            value: T = done.value
+            return value
+
+    def _check_memory(self, until: float | None = None) -> None:
+        """At most once a second."""
+        while time.monotonic() - self._memory_checked >= 1.0:
+            try:
+                self._run(operations.check_memory(self.settings))
+                self._memory_checked = time.monotonic()
+            except QueueFull:
+                if until is None or time.monotonic() + 1.0 > until:
+                    raise
+                time.sleep(1.0)
+
+
+def _fields(settings: Settings) -> dict[str, Any]:
+    copy = replace(settings)
+    return {name: getattr(copy, name) for name in Settings.__dataclass_fields__}

@@ -1,0 +1,130 @@
+"""From what a caller gives to chunks of encoded jobs. Pure, like `operations`."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
+
+from headrace.producer import keys, operations
+from headrace.producer.errors import InvalidRequest
+from headrace.producer.operations import Placement, RequestLike, Settings, Steps
+from headrace.producer.schemas import Request
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Where jobs go and under which terms, as callers say it."""
+
+    queue: str | None = None
+    priority: keys.Priority = "normal"
+    tenant: str | None = None
+    batch: str | None = None
+    deadline: float | None = None
+    start_at: float | None = None
+    max_attempts: int | None = None
+    result_ttl: int | None = None
+    failure_ttl: int | None = None
+
+    def placement(self, queue: str) -> Placement:
+        if self.batch is not None:
+            keys.check_id("batch", self.batch)
+        if self.deadline is not None and not 0 < self.deadline < 1e11:
+            raise InvalidRequest("deadline must be Unix seconds", "deadline")
+        if self.deadline is not None and self.deadline < time.time() - 86400:
+            raise InvalidRequest(
+                "deadline is more than a day ago; it is Unix seconds, not seconds from now",
+                "deadline",
+            )
+        if self.max_attempts is not None and self.max_attempts < 1:
+            raise InvalidRequest("max_attempts must be at least 1", "max_attempts")
+        return Placement(
+            name=keys.list_name(keys.check_queue(queue), self.priority, self.tenant),
+            batch=self.batch or "",
+            deadline=self.deadline,
+            start_at=self.start_at,
+            max_attempts=self.max_attempts,
+            result_ttl=self.result_ttl,
+            failure_ttl=self.failure_ttl,
+        )
+
+
+def request_of(
+    prompt: str | list[int] | None,
+    messages: Sequence[Mapping[str, Any]] | None,
+    fields: Mapping[str, Any],
+) -> Request:
+    given: dict[str, Any] = dict(fields)
+    if prompt is not None:
+        given["prompt"] = prompt
+    if messages is not None:
+        given["messages"] = [dict(message) for message in messages]
+    return operations.to_request(given, {})
+
+
+def submit(
+    requests: Sequence[Request],
+    options: Options,
+    settings: Settings,
+    job_ids: Sequence[str] | None = None,
+    block_until: float | None = None,
+) -> Steps[list[str]]:
+    """Send one chunk; the ids in the order of the requests."""
+    if not requests:
+        return []
+    if job_ids is not None and len(set(job_ids)) != len(job_ids):
+        raise InvalidRequest("a job id occurs twice in one call", "job_ids")
+    queue = options.queue
+    if queue is None:
+        queue = yield from operations.resolve_queue(settings, requests[0].model)
+    placement = options.placement(queue)
+    ids = list(job_ids) if job_ids is not None else [operations.new_job_id() for _ in requests]
+    outgoing = [
+        operations.encode(request, placement, job_id, settings)
+        for request, job_id in zip(requests, ids, strict=True)
+    ]
+    accepted: list[str] = []
+    for part in _parts(outgoing):
+        yield from operations.submit_chunk(part, placement, settings, block_until, accepted)
+    return ids
+
+
+PART_BYTES = 8 * 1024 * 1024
+
+
+def _parts(jobs: list[operations.Outgoing]) -> Iterator[list[operations.Outgoing]]:
+    """Chunks that block Redis for no more than some milliseconds, however large the jobs."""
+    part: list[operations.Outgoing] = []
+    size = 0
+    for job in jobs:
+        if part and size + len(job.data) > PART_BYTES:
+            yield part
+            part, size = [], 0
+        part.append(job)
+        size += len(job.data)
+    if part:
+        yield part
+
+
+def chunked(
+    requests: Iterable[RequestLike],
+    job_ids: Iterable[str] | None,
+    defaults: Mapping[str, Any],
+    size: int,
+) -> Iterator[tuple[list[Request], list[str] | None]]:
+    """Requests with their ids, `size` at a time. InvalidRequest when the ids run out."""
+    source = iter(requests)
+    ids = iter(job_ids) if job_ids is not None else None
+    while some := take(source, min(max(1, size), 1000)):
+        chosen = None
+        if ids is not None:
+            chosen = take(ids, len(some))
+            if len(chosen) != len(some):
+                raise InvalidRequest("there are fewer job ids than requests", "job_ids")
+        yield [operations.to_request(item, defaults) for item in some], chosen
+
+
+def take(source: Iterator[T], count: int) -> list[T]:
+    return list(islice(source, count))

