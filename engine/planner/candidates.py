@@ -18,7 +18,7 @@ from headrace.engine.planner.prices import Price
 from headrace.engine.planner.resolve import Model
 from headrace.engine.planner.roofline import Efficiency, Roofline, default_efficiency
 from headrace.engine.planner.schemes import Scheme, parse_scheme
-from headrace.engine.planner.support import not_runnable
+from headrace.engine.planner.support import TENSOR_PARALLEL, not_runnable
 from headrace.engine.planner.weights import WeightBytes, share, split_problem, weight_bytes
 
 SIXTEEN_BIT = "16-bit"
@@ -26,6 +26,7 @@ SIXTEEN_BIT = "16-bit"
 DEFAULT_SCHEMES = (SIXTEEN_BIT, "int8", "int8-dynamic", "int4-g128")
 DEFAULT_COUNTS = (1, 2, 4, 8)
 _GIB = 2**30
+_AS_FAST = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,23 +142,29 @@ class _Case:
         return weight_bytes(self.model.shape, self.scheme, self.card.dtype_bytes, tp)
 
     def row(self, count: int) -> Candidate:
-        """The narrowest tensor-parallel split that fits, replicated over the other cards."""
+        """The best division of `count` cards into equal groups that split the model.
+
+        Whole models come first as long as splits do not run; then the fastest, and the narrowest
+        unless a wider one is 5 % faster. When none fits, the widest split that is possible.
+        """
         forced = self.options.tensor_parallel
         refusal = self.card.refuses(self.scheme)
         if forced is not None and count % forced:
             refusal = refusal or f"{count} cards are no multiple of the split of {forced}"
         widths = [forced or 1] if refusal else self.widths(count)
-        row = self.at(count, widths[0], refusal)
-        problem = ""
-        for width in widths[1:]:
-            if row.fits:
-                return row
-            wider = self.at(count, width, refusal)
-            if wider.memory is not None:
-                row = wider
-            else:
-                problem = problem or f"; {wider.reason}"
-        return row if row.fits else replace(row, reason=row.reason + problem)
+        rows = [self.at(count, width, refusal) for width in widths]
+        fitting = [r for r in rows if r.fits]
+        if fitting and (fitting[0].tensor_parallel == 1 and not TENSOR_PARALLEL):
+            return fitting[0]
+        if fitting:
+            fastest = min(r.seconds or 0.0 for r in fitting)
+            return next(r for r in fitting if (r.seconds or 0.0) <= _AS_FAST * fastest)
+        possible = [r for r in rows if r.memory is not None]
+        if not possible:
+            return rows[0]
+        problems = [r.reason for r in rows if r.memory is None]
+        last = possible[-1]
+        return replace(last, reason="; ".join([last.reason, *problems[:1]]))
 
     def widths(self, count: int) -> list[int]:
         if self.options.tensor_parallel is not None:

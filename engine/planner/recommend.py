@@ -75,7 +75,10 @@ def apply_rules(
         if eight is not None and eight.max_sequences > wide.max_sequences:
             if _cost(eight) <= _CHEAPER * _cost(wide):
                 saved = 1 - _cost(eight) / _cost(wide) if _cost(wide) else 0.0
-                return eight, f"{held}: {eight.scheme} holds {eight.max_sequences}, {saved:.0%} off"
+                text = (
+                    f"{held}; {eight.scheme} holds {eight.max_sequences} and costs {saved:.0%} less"
+                )
+                return eight, text
             return wide, f"{held}; 8 bits would hold {eight.max_sequences} and save nothing"
         return wide, held
     if not any(bits >= 16 for bits in compared | {r.bits for r in rows}):
@@ -111,7 +114,7 @@ def recommend(
     reasons.append(_time_and_cost(best, options, where))
     reasons.extend(f"{n[0].upper()}{n[1:]}." for n in best.notes if "not yet" not in n)
     reasons.extend(_today(best, [c[0] for c in chosen], options, market))
-    reasons.extend(_several_cards(best, rows, options))
+    reasons.extend(_several_cards(best, rows))
     reasons.extend(_lower_bits(best, rows, options, market))
     return Recommendation(model.shape.name, best, where, rule, tuple(reasons))
 
@@ -223,13 +226,13 @@ def _check_70_30(row: Candidate) -> str:
 def _time_and_cost(row: Candidate, options: Options, market: str) -> str:
     seconds = row.spot_seconds if market == "spot" else row.seconds
     text = f"{options.job.requests:,} requests in {duration(seconds)}"
-    if row.cost is not None and row.spot_cost is not None:
+    if row.cost and row.spot_cost is not None:
         text += (
             f": {dollars(row.cost)} on demand, {dollars(row.spot_cost)} on spot with "
             f"{options.interruptions_per_hour:g} interruptions an hour "
             f"({duration(row.spot_seconds)})"
         )
-        text += f"; {market} is advised" if row.cost > 0 else ""
+        text += f"; {market} is advised"
     deadline = options.job.deadline
     if deadline is None or seconds is None:
         return text + "."
@@ -262,11 +265,12 @@ def _today(
     ]
 
 
-def _several_cards(best: Candidate, rows: Sequence[Candidate], options: Options) -> list[str]:
+def _several_cards(best: Candidate, rows: Sequence[Candidate]) -> list[str]:
     """Fewer bits on one card against 16 bits on several."""
     if best.bits >= 16:
         return []
-    wide = [r for r in rows if r.bits >= 16 and r.fits and r.tensor_parallel > 1]
+    split = [r for r in rows if r.bits >= 16 and r.fits and r.tensor_parallel > 1]
+    wide = [r for r in split if r.meets_deadline] or split
     other = _cheapest(wide)
     if other is None:
         return []
