@@ -127,6 +127,17 @@ class PrivateRedis:
                 raise
         raise AssertionError("unreachable")
 
+    def revive(self) -> bool:
+        """Start again, with its data and at the same URL, if it has died; whether it had."""
+        if self._process is None or self._process.poll() is None:
+            return False
+        if self.server is None:
+            raise RedisServerError("the private Redis is not running; call start() first")
+        end_guarded(self._process, grace=0.0)
+        self._launch(self.server.path, self.directory / "redis.conf")
+        self._wait_until_ready()
+        return True
+
     def stop(self) -> None:
         """End the server and, unless a directory was given, delete its data. Idempotent."""
         self._end_process()

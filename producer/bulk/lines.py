@@ -17,17 +17,12 @@ MAX_CUSTOM_ID = 512
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A line that can run. `offset` and `size` say where its bytes lie in the file."""
+    """A line that can run; `size` is its length in bytes."""
 
     line: int
-    offset: int
     size: int
     custom_id: str
     request: Request
-
-    @property
-    def is_chat(self) -> bool:
-        return self.request.messages is not None
 
     def prefix_key(self) -> str:
         """Sorting by this puts requests that share a beginning beside each other."""
@@ -56,7 +51,7 @@ class LineParser:
         self._url: str | None = None
         self._url_line = 0
 
-    def parse(self, number: int, offset: int, data: bytes) -> Task | BadLine:
+    def parse(self, number: int, data: bytes) -> Task | BadLine:
         """`data` is the line without its end. Never raises for what a file may hold."""
         try:
             value = orjson.loads(data)
@@ -71,7 +66,7 @@ class LineParser:
             request = self._request(number, url, body, custom_id)
         except translate.Refused as refused:
             return BadLine(number, refused.code, refused.message, custom_id, refused.param)
-        return Task(number, offset, len(data), custom_id, request)
+        return Task(number, len(data), custom_id, request)
 
     def _envelope(
         self, number: int, value: dict[str, Any], custom_id: str | None

@@ -19,8 +19,8 @@ _STATUS = {
     "model_not_found": 404,
     "payload_too_large": 413,
     "queue_full": 429,
+    "engine_error": 500,
     "internal_error": 500,
-    "out_of_memory": 503,
 }
 
 
@@ -29,8 +29,9 @@ def status_code(failure: Failure) -> int:
     return _STATUS.get(failure.code, 503 if failure.retryable else 400)
 
 
-def result_line(job_id: str, custom_id: str, is_chat: bool, result: Result) -> tuple[bytes, bool]:
+def result_line(custom_id: str, result: Result) -> tuple[bytes, bool]:
     """The line with its LF, and whether it belongs to the output file (else: the error file)."""
+    job_id = result.job_id
     failure = result.failure
     line: dict[str, Any] = {"id": f"batch_req_{job_id}", "custom_id": custom_id}
     if failure is not None and failure.code in _NEVER_RAN:
@@ -44,7 +45,7 @@ def result_line(job_id: str, custom_id: str, is_chat: bool, result: Result) -> t
         line["response"] = {
             "status_code": 200 if failure is None else status_code(failure),
             "request_id": job_id,
-            "body": _failed(failure) if failure is not None else _answer(job_id, is_chat, result),
+            "body": _failed(failure) if failure is not None else _answer(result),
         }
         line["error"] = None
     return orjson.dumps(line) + b"\n", failure is None
@@ -78,10 +79,11 @@ def _failed(failure: Failure) -> dict[str, Any]:
     }
 
 
-def _answer(job_id: str, is_chat: bool, result: Result) -> dict[str, Any]:
+def _answer(result: Result) -> dict[str, Any]:
+    is_chat = result.object == "chat.completion"
     return {
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{job_id}",
-        "object": "chat.completion" if is_chat else "text_completion",
+        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{result.job_id}",
+        "object": result.object,
         "created": result.created,
         "model": result.model or "default",
         "choices": [_chat_choice(c) if is_chat else _text_choice(c) for c in result.choices],
@@ -139,10 +141,13 @@ def _text_choice(choice: Choice) -> dict[str, Any]:
             ],
             "text_offset": offsets,
         }
-    return {
+    line = {
         "index": choice.index,
         "text": choice.text,
         "logprobs": logprobs,
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
     }
+    if choice.token_ids is not None:
+        line["token_ids"] = choice.token_ids
+    return line

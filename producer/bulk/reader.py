@@ -22,7 +22,6 @@ class RawLine:
     """`number` counts every physical line from 1; `data` is None for a line over the limit."""
 
     number: int
-    offset: int
     length: int
     data: bytes | None
 
@@ -36,11 +35,10 @@ def raw_lines(
 
     `seen` gets every byte of the file once, in order (to hash it).
     """
-    offset = 0
     number = 0
     while chunk := file.readline(max_line_bytes + 2):
         number += 1
-        start, length, whole = offset, len(chunk), chunk.endswith(b"\n")
+        length, whole = len(chunk), chunk.endswith(b"\n")
         if seen is not None:
             seen(chunk)
         too_long = len(chunk.rstrip(b"\r\n")) > max_line_bytes
@@ -52,16 +50,14 @@ def raw_lines(
                     seen(rest)
                 length += len(rest)
                 whole = rest.endswith(b"\n")
-        offset = start + length
         if too_long:
-            yield RawLine(number, start, length, None)
+            yield RawLine(number, length, None)
             continue
         if number == 1 and chunk.startswith(_BOM):
             chunk = chunk[len(_BOM) :]
-            start += len(_BOM)
         data = chunk.rstrip(b"\r\n")
         if data.strip():
-            yield RawLine(number, start, len(data), data)
+            yield RawLine(number, len(data), data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +97,7 @@ def read_tasks(
                 f"the line has {raw.length} bytes; the limit is {options.max_line_bytes}",
             )
             continue
-        item = parser.parse(raw.number, raw.offset, raw.data)
+        item = parser.parse(raw.number, raw.data)
         if isinstance(item, Task) and not ids.add(item.custom_id):
             yield BadLine(
                 item.line,
@@ -149,7 +145,13 @@ def stamp(file: BinaryIO) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def scan(path: Path, parser: LineParser, options: ReadOptions | None = None) -> Scan:
+def scan(
+    path: Path,
+    parser: LineParser,
+    options: ReadOptions | None = None,
+    *,
+    max_examples: int = 10,
+) -> Scan:
     """Check a whole file. Raises UnusableInput: unreadable, `empty_file`, `too_many_tasks`."""
     found = Scan()
     hashed = hashlib.sha256()
@@ -160,7 +162,7 @@ def scan(path: Path, parser: LineParser, options: ReadOptions | None = None) -> 
                 found.tasks += 1
             else:
                 found.bad[item.code] += 1
-                if len(found.examples) < 10:
+                if len(found.examples) < max_examples:
                     found.examples.append(item)
         found.size = file.tell()
     if not found.tasks and not found.bad:

@@ -26,10 +26,11 @@ RESULT = Result(
     ],
     usage=Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=4),
 )
+CHAT_RESULT = RESULT.model_copy(update={"object": "chat.completion"})
 
 
 def test_a_chat_answer_validates_as_openai_chat_completion() -> None:
-    line, ok = result_line("run-7", "c", True, RESULT)
+    line, ok = result_line("c", CHAT_RESULT)
     assert ok and line.endswith(b"\n") and line.count(b"\n") == 1
     entry = json.loads(line)
     assert (entry["id"], entry["custom_id"], entry["error"]) == ("batch_req_run-7", "c", None)
@@ -47,7 +48,7 @@ def test_a_chat_answer_validates_as_openai_chat_completion() -> None:
 
 def test_a_text_answer_validates_as_openai_completion() -> None:
     body = Completion.model_validate(
-        json.loads(result_line("run-7", "c", False, RESULT)[0])["response"]["body"], strict=True
+        json.loads(result_line("c", RESULT)[0])["response"]["body"], strict=True
     )
     assert body.object == "text_completion" and body.choices[0].text == "Hé!"
     logprobs = body.choices[0].logprobs
@@ -70,7 +71,7 @@ def test_a_rejected_request_keeps_its_status_inside_the_response(
     code: str, retryable: bool, status: int
 ) -> None:
     failure = Failure(code=code, message="why", param="p", retryable=retryable)
-    line, ok = result_line("j", "c", True, Result(job_id="j", failure=failure))
+    line, ok = result_line("c", Result(job_id="j", failure=failure))
     entry = json.loads(line)
     assert not ok and entry["error"] is None
     assert entry["response"]["status_code"] == status
@@ -84,7 +85,7 @@ def test_a_rejected_request_keeps_its_status_inside_the_response(
 )
 def test_what_never_ran_has_no_response(code: str, shown: str) -> None:
     failure = Failure(code=code, message="why")
-    entry = json.loads(result_line("j", "c", True, Result(job_id="j", failure=failure))[0])
+    entry = json.loads(result_line("c", Result(job_id="j", failure=failure))[0])
     assert entry["response"] is None
     assert (entry["error"]["code"], entry["error"]["message"]) == (shown, "why")
     assert entry["error"]["retryable"] is (code != "dead")

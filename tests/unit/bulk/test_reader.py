@@ -37,15 +37,12 @@ def only_bad(data: bytes, options: ReadOptions | None = None, **parser: Any) -> 
     return bad[0]
 
 
-def test_good_lines_become_tasks_with_their_place_in_the_file() -> None:
+def test_good_lines_become_tasks_with_their_line_number() -> None:
     data = chat("a", model="m", max_tokens=3) + b"\n" + chat(17, temperature=0)
     first, second = read(data)
     assert isinstance(first, Task) and isinstance(second, Task)
     assert (first.line, first.custom_id, first.request.max_tokens) == (1, "a", 3)
     assert (second.line, second.custom_id, second.request.temperature) == (3, "17", 0.0)
-    for task in (first, second):
-        line = data[task.offset : task.offset + task.size]
-        assert str(json.loads(line)["custom_id"]) == task.custom_id
 
 
 def test_byte_order_mark_crlf_blank_lines_and_a_missing_last_newline_are_tolerated() -> None:
@@ -53,8 +50,6 @@ def test_byte_order_mark_crlf_blank_lines_and_a_missing_last_newline_are_tolerat
     items = read(data)
     assert [(i.line, i.custom_id) for i in items] == [(1, "a"), (4, "b")]
     assert all(isinstance(item, Task) for item in items)
-    assert isinstance(items[0], Task)
-    assert data[items[0].offset :].startswith(b'{"custom_id"')
 
 
 @pytest.mark.parametrize(
@@ -250,7 +245,6 @@ def test_scan_counts_by_code(tmp_path: Path) -> None:
 def test_raw_lines_agree_with_splitting_the_whole_file(data: bytes, limit: int) -> None:
     """Oracle: split at LF, number from 1, strip ends and a first BOM, drop blanks."""
     expected = []
-    offset = 0
     for number, line in enumerate(data.split(b"\n"), 1):
         body = line.rstrip(b"\r")
         if len(body) > limit:
@@ -259,14 +253,10 @@ def test_raw_lines_agree_with_splitting_the_whole_file(data: bytes, limit: int) 
             body = body.removeprefix(b"\xef\xbb\xbf") if number == 1 else body
             if body.strip():
                 expected.append((number, body))
-        offset += len(line) + 1
     fed: list[bytes] = []
     got = list(raw_lines(io.BytesIO(data), limit, fed.append))
     assert [(line.number, line.data) for line in got] == expected
     assert b"".join(fed) == data
-    for line in got:
-        if line.data is not None:
-            assert data[line.offset : line.offset + line.length] == line.data
 
 
 @given(st.lists(st.text(max_size=3)), st.integers(1, 5))
@@ -285,5 +275,5 @@ def test_id_set_is_a_set_also_when_it_spills(texts: list[str], in_memory: int) -
 @given(st.binary(max_size=200))
 @settings(max_examples=200, deadline=None)
 def test_no_bytes_crash_the_parser(data: bytes) -> None:
-    item = LineParser().parse(1, 0, data)
+    item = LineParser().parse(1, data)
     assert isinstance(item, (Task, BadLine))

@@ -26,12 +26,12 @@ from headrace.producer.schemas import Choice, Failure, Result
 
 def good(custom_id: str) -> bytes:
     result = Result(job_id="j", choices=[Choice(index=0, text="x", finish_reason="stop")])
-    return result_line("j", custom_id, True, result)[0]
+    return result_line(custom_id, result)[0]
 
 
 def failed(custom_id: str, code: str, retryable: bool = False) -> bytes:
     failure = Failure(code=code, message="m", retryable=retryable)
-    return result_line("j", custom_id, True, Result(job_id="j", failure=failure))[0]
+    return result_line(custom_id, Result(job_id="j", failure=failure))[0]
 
 
 @given(st.integers(0, 200))

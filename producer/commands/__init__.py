@@ -1,0 +1,1 @@
+"""What the words behind `headrace` do: one module a command, loaded when it is called."""

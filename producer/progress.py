@@ -1,0 +1,90 @@
+"""A progress bar with rate and time left, on stderr: redrawn on a terminal, a line now and then
+elsewhere. Knows nothing of jobs."""
+
+import shutil
+import sys
+import time
+from collections import deque
+from typing import TextIO
+
+from tqdm import tqdm
+
+_REDRAW_SECONDS = 0.2
+_LINE_SECONDS = 10.0
+_RATE_SECONDS = 30.0
+
+
+class Progress:
+    """Call `update` as often as you like; it draws as often as is useful.
+
+    The rate is that of the last 30 seconds, so that a slow start does not spoil the time left.
+    """
+
+    def __init__(self, total: int, done: int = 0, stream: TextIO | None = None) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._terminal = self._stream.isatty()
+        self._total = total
+        self._started = time.monotonic()
+        self._samples: deque[tuple[float, int]] = deque([(self._started, done)])
+        self._drawn_at = -_LINE_SECONDS if self._terminal else self._started
+        self._width = 0
+        self._initial = self._done = done
+        self._note = ""
+
+    def update(self, done: int, note: str = "") -> None:
+        """`done` of the total; `note` stands behind the rate."""
+        now = time.monotonic()
+        changed_note = note != self._note and not self._terminal and done == self._done
+        self._done, self._note = done, note
+        if done != self._samples[-1][1]:
+            self._samples.append((now, done))
+            while len(self._samples) > 2 and now - self._samples[1][0] > _RATE_SECONDS:
+                self._samples.popleft()
+        every = _REDRAW_SECONDS if self._terminal else _LINE_SECONDS
+        if now - self._drawn_at >= every or changed_note:
+            self._draw(now)
+
+    def message(self, text: str) -> None:
+        """A line of its own, above the bar."""
+        self._clear()
+        print(text, file=self._stream, flush=True)
+        if self._terminal:
+            self._draw(time.monotonic())
+
+    def close(self) -> None:
+        """Leave the last state standing."""
+        self._draw(time.monotonic())
+        if self._terminal:
+            print(file=self._stream, flush=True)
+
+    def _rate(self, now: float) -> float | None:
+        since, before = self._samples[0]
+        if self._done == before or now <= since:
+            return None
+        return (self._done - before) / (now - since)
+
+    def _draw(self, now: float) -> None:
+        self._drawn_at = now
+        columns = shutil.get_terminal_size().columns if self._terminal else 100
+        line = tqdm.format_meter(
+            self._done,
+            self._total,
+            now - self._started,
+            ncols=columns - 1,
+            initial=self._initial,
+            unit="job",
+            rate=self._rate(now),
+            postfix=self._note or None,
+            ascii=not self._terminal,
+        )
+        if self._terminal:
+            padding = " " * max(0, self._width - len(line))
+            print(f"\r{line}{padding}", end="", file=self._stream, flush=True)
+            self._width = len(line)
+        else:
+            print(line, file=self._stream, flush=True)
+
+    def _clear(self) -> None:
+        if self._terminal and self._width:
+            print("\r" + " " * self._width + "\r", end="", file=self._stream)
+            self._width = 0
