@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from headrace.worker.source import (
@@ -28,6 +28,7 @@ class MemorySource:
     """Jobs from a list, results into a dictionary. Thread-safe."""
 
     def __init__(self, payloads: Iterable[bytes] = (), *, queue: str = "memory") -> None:
+        self.on_lost: Callable[[list[ClaimedJob]], None] | None = None
         self.results: dict[str, Outcome] = {}
         self.facts: list[WorkerFacts] = []
         self.checkpoints: dict[str, bytes] = {}

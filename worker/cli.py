@@ -1,0 +1,192 @@
+"""`headrace worker`: one process that serves one model from its queues.
+
+Imports no torch and no RQ by itself: they load beside each other once the options are read.
+"""
+
+import sys
+from typing import Any
+
+import click
+
+from headrace.engine.config import EngineConfig
+from headrace.worker import logs, options
+from headrace.worker.config import DEFAULT_PORT, WorkerConfig
+from headrace.worker.drain import PROFILES
+from headrace.worker.loop import LoopSettings
+from headrace.worker.options import option
+
+_ENGINE = EngineConfig(model="")
+_LOOP = LoopSettings()
+
+
+@click.command("worker")
+@option(
+    "--model",
+    env="MODEL",
+    required=True,
+    help="A folder, a .gguf file, a hub id, or smollm2-135m-instruct.",
+)
+@option(
+    "--served-model-name",
+    env="SERVED_MODEL_NAME",
+    help="What requests call it; default: the last part of --model, lower-case.",
+)
+@options.redis_url
+@option(
+    "--queue",
+    "queues",
+    env="QUEUES",
+    multiple=True,
+    help="A queue to serve, in order of preference; default: the served name. May be repeated.",
+)
+@option("--name", env="WORKER_NAME", help="This worker's name; must never be used by two at once.")
+@option("--host", env="WORKER_HTTP_HOST", default="127.0.0.1", help="Where /metrics listens.")
+@option(
+    "--port",
+    env="WORKER_HTTP_PORT",
+    type=options.PortType(),
+    help=f"Port of /metrics, /healthz, /readyz; default {DEFAULT_PORT} or a free one; 0: free.",
+)
+@option("--max-num-seqs", env="MAX_NUM_SEQS", type=click.IntRange(1), default=_ENGINE.max_num_seqs)
+@option(
+    "--max-num-batched-tokens",
+    env="MAX_NUM_BATCHED_TOKENS",
+    type=click.IntRange(1),
+    default=_ENGINE.max_num_batched_tokens,
+    help="Tokens computed in one step.",
+)
+@option("--max-model-len", env="MAX_MODEL_LEN", type=click.IntRange(1), help="Prompt and answer.")
+@option(
+    "--kv-cache-memory",
+    env="KV_CACHE_MEMORY",
+    type=options.BytesType(),
+    help="Memory of the KV pool (2G, 500M); default: measured.",
+)
+@option(
+    "--gpu-memory-utilization",
+    env="GPU_MEMORY_UTILIZATION",
+    type=click.FloatRange(0.05, 1.0),
+    default=_ENGINE.gpu_memory_utilization,
+    help="Share of the free memory that the KV pool takes when it is measured.",
+)
+@option(
+    "--dtype",
+    env="DTYPE",
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    default="auto",
+)
+@option("--device", env="DEVICE", default="auto")
+@option("--quantization", env="QUANTIZATION")
+@option("--block-size", env="BLOCK_SIZE", type=click.IntRange(1), default=_ENGINE.block_size)
+@option(
+    "--prefix-caching/--no-prefix-caching", env="PREFIX_CACHING", default=True, help="Prefix cache."
+)
+@option("--deterministic", env="DETERMINISTIC", is_flag=True)
+@option("--enforce-eager", env="ENFORCE_EAGER", is_flag=True, help="No CUDA graphs.")
+@option("--num-threads", env="NUM_THREADS", type=click.IntRange(1), help="CPU threads.")
+@option(
+    "--look-ahead",
+    env="LOOK_AHEAD",
+    type=click.IntRange(0),
+    help="Sequences claimed beyond the slots; default: an eighth of them.",
+)
+@option(
+    "--checkpoint-every",
+    env="CHECKPOINT_EVERY",
+    type=click.IntRange(0),
+    default=_LOOP.checkpoint_every,
+    help="Output tokens between two checkpoints of a job; 0: only when draining.",
+)
+@option(
+    "--drain-profile",
+    env="DRAIN_PROFILE",
+    type=click.Choice(sorted(PROFILES)),
+    default="on-demand",
+    help=", ".join(f"{name}: {seconds:g} s" for name, seconds in PROFILES.items()),
+)
+@option("--drain-timeout", env="DRAIN_TIMEOUT", type=click.FloatRange(0), help="Seconds instead.")
+@option(
+    "--spot-notice",
+    env="SPOT_NOTICE",
+    help="aws, gcp, azure, a URL or a file: polled, and drained (spot) when it gives notice.",
+)
+@option(
+    "--hang-timeout",
+    env="HANG_TIMEOUT",
+    type=click.FloatRange(1),
+    default=600.0,
+    help="Seconds after which a step is a hang and its leases lapse.",
+)
+@option("--lease-seconds", env="LEASE_SECONDS", type=click.FloatRange(1), default=60.0)
+@option("--max-attempts", env="MAX_ATTEMPTS", type=click.IntRange(1), default=3)
+@option("--max-crashes", env="MAX_CRASHES", type=click.IntRange(1), default=3)
+@option(
+    "--connect-timeout",
+    env="CONNECT_TIMEOUT",
+    type=click.FloatRange(0),
+    default=5.0,
+    help="Seconds to try a Redis that does not answer at the start.",
+)
+@option(
+    "--exit-with-parent",
+    env="EXIT_WITH_PARENT",
+    is_flag=True,
+    help="End when the process that started this one does.",
+)
+@options.logging
+def worker(**chosen: Any) -> None:
+    """Serve one model: claim jobs, run them in one continuous batch, record the results."""
+    logs.set_up(chosen["log_level"], chosen["log_format"])
+    from headrace.worker.process import WorkerProcess
+
+    status = WorkerProcess(make_config(chosen)).run()
+    sys.stderr.flush()
+    sys.exit(status)
+
+
+def make_config(chosen: dict[str, Any]) -> WorkerConfig:
+    """The options of the command line as settings."""
+    engine = EngineConfig(
+        model=chosen["model"],
+        served_model_name=chosen["served_model_name"],
+        dtype=chosen["dtype"],
+        device=chosen["device"],
+        quantization=chosen["quantization"],
+        max_model_len=chosen["max_model_len"],
+        max_num_seqs=chosen["max_num_seqs"],
+        max_num_batched_tokens=chosen["max_num_batched_tokens"],
+        block_size=chosen["block_size"],
+        kv_cache_memory_bytes=chosen["kv_cache_memory"],
+        gpu_memory_utilization=chosen["gpu_memory_utilization"],
+        enable_prefix_caching=chosen["prefix_caching"],
+        deterministic=chosen["deterministic"],
+        enforce_eager=chosen["enforce_eager"],
+        num_threads=chosen["num_threads"],
+    )
+    same = (
+        "redis_url",
+        "queues",
+        "name",
+        "host",
+        "port",
+        "drain_profile",
+        "drain_timeout",
+        "spot_notice",
+        "hang_timeout",
+        "lease_seconds",
+        "max_attempts",
+        "max_crashes",
+        "connect_timeout",
+        "exit_with_parent",
+    )
+    return WorkerConfig(
+        engine=engine,
+        loop=LoopSettings(
+            look_ahead=chosen["look_ahead"], checkpoint_every=chosen["checkpoint_every"]
+        ),
+        **{name: chosen[name] for name in same},
+    )
+
+
+if __name__ == "__main__":
+    worker()

@@ -1,0 +1,339 @@
+"""One worker process: its threads, its start and its end.
+
+The main thread connects, watches signals and keeps the drain's deadline; it never computes, so it
+always answers. The engine thread imports torch and loads the weights beside it, warms up, and then
+serves until it is drained. The keeper renews leases, the feeder claims, the courier delivers, the
+HTTP thread shows. Nothing is claimed before the engine has warmed up.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from headrace.engine.errors import CheckpointError, EngineError
+from headrace.worker.coldstart import ColdStart
+from headrace.worker.config import DEFAULT_PORT, WorkerConfig
+from headrace.worker.drain import PROFILES, Drain
+from headrace.worker.feeder import Serving
+from headrace.worker.http import HttpServer, check_route, metrics_route
+from headrace.worker.keeper import Keeper
+from headrace.worker.loop import EngineBroken, ServingEngine, ServingLoop
+from headrace.worker.metrics import WorkerMetrics
+from headrace.worker.notice import NoticeWatch
+from headrace.worker.parent import ParentWatch
+from headrace.worker.pulse import Pulse
+from headrace.worker.retrying import Connection
+from headrace.worker.signals import SignalBox
+from headrace.worker.source import ClaimedJob, SourceUnavailable, WorkerFacts, WorkerState
+from headrace.worker.start import (
+    EXIT_BROKEN,
+    EXIT_DRAINED,
+    EXIT_MODEL,
+    EXIT_PORT,
+    Source,
+    StartFailed,
+    load_engine,
+    open_redis,
+    warm_up,
+)
+
+log = logging.getLogger(__name__)
+
+URGENT_SECONDS = 2.0
+"""How long after a second signal, or the parent's death, the engine thread may still take."""
+
+
+class WorkerProcess:
+    """`open_source` connects to the queue (raises StartFailed); `load_engine` loads the model.
+
+    `run` returns the exit status; it must be called from the main thread.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        *,
+        open_source: Callable[[WorkerConfig], Source] = open_redis,
+        load_engine: Callable[[WorkerConfig, ColdStart], ServingEngine] = load_engine,
+    ) -> None:
+        self._config = config
+        self._open_source = open_source
+        self._load_engine = load_engine
+        self._metrics = WorkerMetrics(config.served_model)
+        self._cold_start = ColdStart(self._metrics)
+        self._drain = Drain(config.grace)
+        self._pulse = Pulse(config.hang_timeout)
+        self._connection = Connection(self._metrics)
+        self._state = WorkerState.LOADING
+        self._source: Source | None = None
+        self._source_opened = threading.Event()
+        self._loop: ServingLoop | None = None
+        self._keeper: Keeper | None = None
+        self._failure: BaseException | None = None
+        self._urgent_since: float | None = None
+        self._noticed = False
+        self._signals = SignalBox()
+        self._parent = ParentWatch() if config.exit_with_parent else None
+        self._engine_thread = threading.Thread(target=self._engine_main, name="engine", daemon=True)
+
+    def run(self) -> int:
+        self._metrics.set_state(self._state.value)
+        self._engine_thread.start()
+        try:
+            server = self._start_http()
+            self._start_source()
+        except StartFailed as error:
+            log.error("%s", error)
+            self._leave_now(error.status)
+        notice = self._watch_notice()
+        while self._engine_thread.is_alive():
+            self._supervise(self._signals.wait(0.2))
+        if notice is not None:
+            notice.stop()
+        status = self._wind_up()
+        server.stop()
+        return status
+
+    # --- the main thread --------------------------------------------------------------------
+
+    def _start_source(self) -> None:
+        began = time.perf_counter()
+        source = self._open_source(self._config)
+        self._cold_start.record("connect", time.perf_counter() - began)
+        self._source = source
+        source.on_lost = self._lose
+        self._keeper = Keeper(
+            source,
+            source,
+            self._metrics,
+            self._connection,
+            self._pulse,
+            facts=self._facts,
+            on_lost=self._lose,
+            heartbeat_seconds=min(5.0, self._config.lease_seconds / 4),
+            reap_seconds=min(7.0, self._config.lease_seconds / 4),
+        )
+        self._keeper.start()
+        self._source_opened.set()
+
+    def _start_http(self) -> HttpServer:
+        config = self._config
+        routes = {
+            "/metrics": metrics_route(self._metrics.registry),
+            "/healthz": check_route(self._sick),
+            "/readyz": check_route(self._unready),
+        }
+        wanted = DEFAULT_PORT if config.port is None else config.port
+        try:
+            server = HttpServer(config.host, wanted, routes)
+        except OSError as error:
+            if config.port is not None:
+                raise StartFailed(
+                    EXIT_PORT, f"cannot listen on {config.host}:{wanted}: {error}; choose --port"
+                ) from error
+            server = HttpServer(config.host, 0, routes)
+        server.start()
+        log.info("metrics and health on http://%s:%d", *server.address)
+        return server
+
+    def _watch_notice(self) -> NoticeWatch | None:
+        if self._config.spot_notice is None:
+            return None
+
+        def noticed() -> None:
+            self._noticed = True
+            self._signals.wake()
+
+        watch = NoticeWatch(self._config.spot_notice, noticed)
+        watch.start()
+        return watch
+
+    def _supervise(self, signals: list[str]) -> None:
+        for name in signals:
+            self._begin_drain(name)
+        if self._noticed:
+            self._noticed = False
+            if not self._drain.requested:
+                self._begin_drain("spot notice", PROFILES["spot"])
+        if self._parent is not None and self._parent.gone and not self._drain.urgent:
+            self._begin_drain("parent gone", URGENT_SECONDS)
+            self._drain.hurry()
+        if not self._drain.requested:
+            return
+        now = time.monotonic()
+        if self._drain.urgent and self._urgent_since is None:
+            self._urgent_since = now
+        overdue = self._urgent_since is not None and now > self._urgent_since + URGENT_SECONDS
+        if overdue or now > self._drain.deadline:
+            self._put_back_without_engine()
+
+    def _begin_drain(self, reason: str, timeout: float | None = None) -> None:
+        self._drain.request(reason, timeout)
+        if self._state is WorkerState.DRAINING:
+            log.warning("%s again: putting everything back now", reason)
+            return
+        loading = self._state is WorkerState.LOADING
+        self._set_state(WorkerState.DRAINING)
+        if loading and self._loop is None:
+            log.info("%s while loading: nothing was claimed, leaving", reason)
+            self._unregister()
+            self._leave_now(EXIT_DRAINED)
+        log.info("%s: draining, %.0f s at most", reason, self._drain.timeout)
+        if self._loop is not None:
+            self._loop.feeder.request_stop()
+
+    def _put_back_without_engine(self) -> None:
+        """The engine's step outlasts the deadline: do the rest from here, and go."""
+        status = EXIT_DRAINED
+        if self._loop is not None and self._source is not None:
+            released = self._loop.progress()
+            log.warning("a step outlasts the drain: putting %d jobs back from here", len(released))
+            try:
+                if released:
+                    self._source.release(released)
+                self._loop.courier.stop(1.0)
+            except Exception:
+                log.exception("putting back failed; the leases will lapse")
+                status = EXIT_BROKEN
+        self._unregister()
+        self._leave_now(status)
+
+    def _wind_up(self) -> int:
+        """After the engine thread: steps 7 and 8 of the drain, or the report of what broke."""
+        status = EXIT_DRAINED
+        if self._failure is not None:
+            status = self._report(self._failure)
+        if self._loop is not None:
+            patience = 10.0
+            if self._drain.requested:
+                patience = max(1.0, self._drain.deadline - time.monotonic())
+            left = self._loop.courier.stop(patience)
+            if left:
+                log.error("%d results could not be delivered; others will redo them", left)
+                status = status or EXIT_BROKEN
+        if self._keeper is not None:
+            self._keeper.stop()
+        self._unregister()
+        if status == EXIT_DRAINED:
+            log.info("drained")
+        return status
+
+    def _report(self, failure: BaseException) -> int:
+        if isinstance(failure, CheckpointError):
+            log.error("the model cannot be used: %s", failure)
+            return EXIT_MODEL
+        if isinstance(failure, EngineError):
+            log.error("the engine cannot be set up: %s", failure)
+            return EXIT_MODEL
+        if isinstance(failure, EngineBroken):
+            log.error("the engine is broken: %s", failure, exc_info=failure)
+            return EXIT_BROKEN
+        log.error("the worker failed", exc_info=failure)
+        return EXIT_BROKEN
+
+    def _unregister(self) -> None:
+        if self._source is not None:
+            with contextlib.suppress(SourceUnavailable, Exception):
+                self._source.unregister()
+
+    def _leave_now(self, status: int) -> None:
+        """Without waiting for a thread that loads or computes and can't be stopped."""
+        logging.shutdown()
+        os._exit(status)
+
+    def _lose(self, jobs: list[ClaimedJob]) -> None:
+        if self._loop is not None:
+            self._loop.lose(jobs)
+
+    # --- what it says of itself -------------------------------------------------------------
+
+    def _set_state(self, state: WorkerState) -> None:
+        self._state = state
+        self._metrics.set_state(state.value)
+        if self._keeper is not None:
+            self._keeper.announce_now()
+
+    def _facts(self) -> WorkerFacts:
+        loop = self._loop
+        return WorkerFacts(
+            model=self._config.served_model,
+            state=self._state,
+            queues=self._config.served_queues,
+            slots=self._config.engine.max_num_seqs,
+            running=loop.num_running if loop is not None else 0,
+            prefill_tokens_per_second=loop.rates.prefill if loop is not None else 0.0,
+            decode_tokens_per_second=loop.rates.decode if loop is not None else 0.0,
+            cold_start_seconds=self._cold_start.phases.get("total", 0.0),
+            started_at=self._cold_start.started_at,
+        )
+
+    def _sick(self) -> str | None:
+        stalled = self._pulse.stalled()
+        if stalled is not None:
+            return f"{stalled} hangs for more than {self._config.hang_timeout:g} s"
+        return None if self._engine_thread.is_alive() else "the engine thread has ended"
+
+    def _unready(self) -> str | None:
+        return None if self._state is WorkerState.READY else self._state.value
+
+    # --- the engine thread ------------------------------------------------------------------
+
+    def _engine_main(self) -> None:
+        try:
+            engine = self._load_engine(self._config, self._cold_start)
+            with self._cold_start.phase("warm_up"):
+                warm_up(engine)
+            while not self._source_opened.wait(0.5):
+                pass
+            self._serve(engine)
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._signals.wake()
+
+    def _serve(self, engine: ServingEngine) -> None:
+        assert self._source is not None
+        config = self._config
+        ready_at = time.monotonic()
+
+        def first_token() -> None:
+            self._cold_start.record("first_token", time.monotonic() - ready_at)
+
+        fingerprint = str(getattr(engine, "fingerprint", ""))
+        self._metrics.slots.set(engine.limits.max_num_seqs)
+        self._metrics.model_info.labels(
+            config.served_model,
+            config.engine.dtype,
+            config.engine.quantization or "none",
+            fingerprint,
+        ).set(1)
+        self._metrics.model_load.set(self._cold_start.phases.get("load", 0.0))
+        self._loop = ServingLoop(
+            engine,
+            self._source,
+            self._source,
+            Serving(
+                config.served_model,
+                frozenset({config.served_model, config.engine.model}),
+                fingerprint,
+            ),
+            self._metrics,
+            self._drain,
+            pulse=self._pulse,
+            connection=self._connection,
+            settings=config.loop,
+            on_first_token=first_token,
+        )
+        self._cold_start.record("total", self._cold_start.since_start())
+        if not self._drain.requested:
+            self._set_state(WorkerState.READY)
+        log.info(
+            "ready: %s on queues %s; cold start by phase: %s",
+            config.served_model,
+            ", ".join(config.served_queues),
+            self._cold_start,
+        )
+        self._loop.run()
