@@ -38,10 +38,8 @@ def validate(
         )
     except UnusableInput as error:
         if as_json:
-            bad = BadLine(error.line or 0, error.code, error.message)
-            options.print_json(
-                {"file": str(file), "valid": False, "errors": [bad_line_fields(bad)]}
-            )
+            problem = {"code": error.code, "line": error.line, "message": error.message}
+            options.print_json({"file": str(file), "valid": False, "errors": [problem]})
         raise
     if as_json:
         options.print_json(
