@@ -202,12 +202,11 @@ def recommend(results: Sequence[Result], goals: Goals) -> Recommendation:
         )
     # On equal spending, less waiting decides.
     best = min(good, key=lambda r: (_spend(r), percentile(r.sorted_waits, 95.0)))
-    parts = [_among(best, good, results, goals)]
-    for other in results:
-        if not other.advisable and _spend(other) < _spend(best):
-            why = "; ".join(other.failures) or other.policy.caveat
-            parts.append(f"{other.label} spends less but is not advised: {why}")
-    return Recommendation(best, True, ". ".join(parts))
+    reason = _among(best, good, results, goals)
+    cheaper = [r.label for r in results if not r.advisable and _spend(r) < _spend(best)]
+    if cheaper:
+        reason += f". Cheaper but not advised: {', '.join(cheaper)}"
+    return Recommendation(best, True, reason)
 
 
 def _among(best: Result, good: Sequence[Result], results: Sequence[Result], goals: Goals) -> str:
