@@ -61,7 +61,11 @@ def connect(url: str, socket_timeout: float = 30.0) -> redis.Redis:
     if url.startswith("redis+sentinel://"):
         return _sentinel(url, socket_timeout)
     try:
-        return redis.Redis.from_url(url, **options(socket_timeout))
+        settings = options(socket_timeout)
+        if url.startswith("unix://"):
+            # Options of TCP sockets, which redis-py's unix connection refuses.
+            del settings["socket_keepalive"], settings["socket_connect_timeout"]
+        return redis.Redis.from_url(url, **settings)
     except ValueError as error:
         raise RedisUnavailable(
             f"{redacted(url)} is no Redis URL ({error}); use redis://, rediss://, unix:// or "

@@ -38,9 +38,9 @@ class WorkerOptions:
     served_model_name: str
     arguments: tuple[str, ...] = ()
 
-    def command(self) -> list[str]:
-        worker = [sys.executable, "-P", "-m", "headrace.producer.cli", "worker", "--model"]
-        worker += [self.model, "--served-model-name", self.served_model_name]
+    def command(self, name: str) -> list[str]:
+        worker = [sys.executable, "-P", "-m", "headrace.producer.cli", "worker", "--name", name]
+        worker += ["--model", self.model, "--served-model-name", self.served_model_name]
         return [*worker, "--exit-with-parent", *self.arguments]
 
 
@@ -50,6 +50,7 @@ class LocalWorker:
     A worker that ends by itself before it ever was ready would do so again (a missing model file,
     say): that raises WorkerFailed at once. One that is killed, or dies while it works, is started
     again after 0.5 s, then 1, 2, 4, 8, ... 30 s, at most `max_failures` times without progress.
+    Each process has a name of its own; `on_death` gets the name of one that is surely dead.
     """
 
     def __init__(
@@ -59,25 +60,33 @@ class LocalWorker:
         log: Path,
         *,
         max_failures: int = 6,
+        name: str = "local",
         on_restart: Callable[[str], None] = lambda _: None,
-        environment: dict[str, str] | None = None,
+        on_death: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._options = options
+        self._base_name = name
+        self._starts = 0
         # The URL may hold a password, and arguments show in the list of processes.
         self._environment = {
             **os.environ,
-            **(environment or {}),
             "HEADRACE_REDIS_URL": redis_url,
             "PYTHONUNBUFFERED": "1",
         }
         self._log = log
         self._max_failures = max_failures
         self._on_restart = on_restart
+        self._on_death = on_death
         self._process: Popen[bytes] | None = None
         self._start_at = 0.0
         self._failures = 0
         self._was_ready = False
         self.restarts = 0
+
+    @property
+    def name(self) -> str:
+        """The name of the process that runs now, or ran last."""
+        return f"{self._base_name}-{self._starts}"
 
     @property
     def was_ready(self) -> bool:
@@ -100,6 +109,7 @@ class LocalWorker:
         end_guarded(self._process, grace=0.0)
         self._process = None
         self._failures += 1
+        self._on_death(self.name)
         killed = code >= _SIGNALLED or code < 0
         if not self._was_ready and not killed:
             raise WorkerFailed(f"the worker could not start (status {code}): {self.log_end()}")
@@ -132,6 +142,7 @@ class LocalWorker:
         return "\n".join(text.strip().splitlines()[-lines:]) or "nothing in its log"
 
     def _start(self) -> "Popen[bytes]":
+        self._starts += 1
         return spawn_guarded(
-            self._options.command(), environment=self._environment, output=self._log
+            self._options.command(self.name), environment=self._environment, output=self._log
         )

@@ -28,20 +28,20 @@ class Progress:
         self._samples: deque[tuple[float, int]] = deque([(self._started, done)])
         self._drawn_at = -_LINE_SECONDS if self._terminal else self._started
         self._width = 0
+        self._shown = -1
         self._initial = self._done = done
         self._note = ""
 
     def update(self, done: int, note: str = "") -> None:
         """`done` of the total; `note` stands behind the rate."""
         now = time.monotonic()
-        changed_note = note != self._note and not self._terminal and done == self._done
         self._done, self._note = done, note
         if done != self._samples[-1][1]:
             self._samples.append((now, done))
             while len(self._samples) > 2 and now - self._samples[1][0] > _RATE_SECONDS:
                 self._samples.popleft()
         every = _REDRAW_SECONDS if self._terminal else _LINE_SECONDS
-        if now - self._drawn_at >= every or changed_note:
+        if now - self._drawn_at >= every:
             self._draw(now)
 
     def message(self, text: str) -> None:
@@ -53,7 +53,8 @@ class Progress:
 
     def close(self) -> None:
         """Leave the last state standing."""
-        self._draw(time.monotonic())
+        if self._terminal or self._done != self._shown:
+            self._draw(time.monotonic())
         if self._terminal:
             print(file=self._stream, flush=True)
 
@@ -64,7 +65,7 @@ class Progress:
         return (self._done - before) / (now - since)
 
     def _draw(self, now: float) -> None:
-        self._drawn_at = now
+        self._drawn_at, self._shown = now, self._done
         columns = shutil.get_terminal_size().columns if self._terminal else 100
         line = tqdm.format_meter(
             self._done,

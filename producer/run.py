@@ -5,6 +5,7 @@ worker; decides nothing about a single line.
 """
 
 import contextlib
+import os
 import signal
 import sys
 import tempfile
@@ -310,7 +311,7 @@ class _Session:
             pump = Pump(queue, self._ledger, all_work(), max_jobs=self._options.max_jobs)
             progress = Progress(self._total, self._ledger.counts.ended)
             stack.callback(progress.close)
-            worker = self._worker(stack, private, client, logs, progress)
+            worker = self._worker(stack, private, queue, logs, progress)
             self._totals = pump.totals
             if self._resumed:
                 progress.message(f"going on: {self._resumed} of {self._total} lines have ended")
@@ -337,7 +338,7 @@ class _Session:
         self,
         stack: contextlib.ExitStack,
         private: PrivateRedis | None,
-        client: Client,
+        queue: BatchQueue,
         logs: Path,
         progress: Progress,
     ) -> LocalWorker | None:
@@ -350,8 +351,11 @@ class _Session:
             WorkerOptions(self._served.local, self._served.name, arguments),
             url,
             self._options.worker_log or logs / "worker.log",
+            name=f"run-{self._ledger.sidecar.run_id}-{os.getpid()}",
             on_restart=progress.message,
+            on_death=queue.lapse,
         )
+        progress.message(f"loading {self._served.local}")
         # On a Redis that goes away with us there is nothing to hand back.
         stack.callback(worker.stop, grace=0.5 if private is not None else 20.0)
         return worker
@@ -371,10 +375,10 @@ class _Session:
             if private is not None and private.revive():
                 progress.message("the private Redis had died; it runs again")
                 pump.submit_again()
-            if worker is not None:
-                worker.watch()
             done = pump.totals.jobs
             try:
+                if worker is not None:
+                    worker.watch()
                 if worker is not None and not worker.was_ready and time.monotonic() >= next_look:
                     next_look = time.monotonic() + _READY_POLL
                     if any(one.state == "ready" for one in client.workers()):

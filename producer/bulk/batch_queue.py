@@ -60,6 +60,16 @@ class BatchQueue:
             ended += self._client.results(terminal).values()
         return ended, missing
 
+    def lapse(self, worker_name: str) -> None:
+        """End the leases of a worker that is known to be dead, instead of waiting them out: the
+        next reaper puts its jobs back. Like any crash, it is charged to what was in flight."""
+        redis = self._client.redis
+        mine = keys.worker_executions(worker_name)
+        (members,) = connection.send(redis, Commands((("SMEMBERS", mine),)))
+        for some in connection.chunks(list(members), _READ):
+            scores = [part for member in some for part in (0, member)]
+            connection.send(redis, Commands((("ZADD", keys.lease(self._queue), "XX", *scores),)))
+
     def withdraw(self, job_ids: Sequence[str]) -> None:
         """End and forget jobs that have not ended: nobody waits for them any more."""
         self._client.cancel_many(job_ids)
