@@ -45,7 +45,7 @@ class EngineBroken(RuntimeError):
     """The engine's own state can no longer be trusted; a new process must take over."""
 
 
-class EngineLimits(jobs.JobLimits, Protocol):
+class SlotLimits(jobs.JobLimits, Protocol):
     @property
     def max_num_seqs(self) -> int: ...
 
@@ -56,7 +56,7 @@ class ServingEngine(Protocol):
     @property
     def tokenizer(self) -> jobs.JobTokenizer: ...
     @property
-    def limits(self) -> EngineLimits: ...
+    def limits(self) -> SlotLimits: ...
     @property
     def default_sampling(self) -> dict[str, Any]: ...
     @property
