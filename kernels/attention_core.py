@@ -43,34 +43,31 @@ class Tile(NamedTuple):
 def decode_tile(head_dim: int, dtype: torch.dtype, where: torch.device, rows: int) -> Tile:
     """A tile for `rows` rows that read much more than they compute."""
     block_m = max(16, triton.next_power_of_2(rows))
-    wide = triton.next_power_of_2(head_dim) > 128
-    if dtype == torch.float32:
-        return Tile(block_m, 16 if wide else 32, 4, 1)
-    if device.capability(where) < (8, 0):
-        return Tile(block_m, 32, 4, 1)
-    return Tile(block_m, 32 if wide else 64, 4, 2 if wide else 3)
+    if dtype == torch.float32 or device.capability(where) < (8, 0):
+        return _scalar_tile(head_dim)._replace(block_m=block_m)
+    return Tile(block_m, 32 if head_dim > 128 else 64, 4, 2 if head_dim > 128 else 3)
 
 
 def prefill_tile(head_dim: int, dtype: torch.dtype, where: torch.device) -> Tile:
     """A tile with enough rows to keep the tensor cores busy."""
-    padded = triton.next_power_of_2(head_dim)
-    if dtype == torch.float32:
-        return Tile(16, 16 if padded > 128 else 32, 4, 1)
-    if device.capability(where) < (8, 0):
-        return Tile(32 if padded > 128 else 64, 32, 4, 1)
-    if padded > 128:
-        return Tile(64, 32, 4, 2)
-    return Tile(128, 64, 8, 2)
+    if dtype == torch.float32 or device.capability(where) < (8, 0):
+        return _scalar_tile(head_dim)
+    return Tile(64, 32, 8, 2) if head_dim > 128 else Tile(128, 64, 8, 2)
 
 
 def deterministic_tile(head_dim: int, dtype: torch.dtype, where: torch.device) -> Tile:
     """The one tile of deterministic mode: the same for a prefill chunk, a decode and a prefix."""
-    padded = triton.next_power_of_2(head_dim)
-    if dtype == torch.float32:
-        return Tile(16, 16 if padded > 128 else 32, 4, 1)
-    if device.capability(where) < (8, 0):
-        return Tile(32, 32, 4, 1)
-    return Tile(64, 32, 8, 2) if padded > 128 else Tile(64, 64, 4, 2)
+    if dtype == torch.float32 or device.capability(where) < (8, 0):
+        return _scalar_tile(head_dim)
+    return Tile(64, 32 if head_dim > 128 else 64, 8, 2)
+
+
+def _scalar_tile(head_dim: int) -> Tile:
+    """For `tl.dot` without tensor cores (float32; Triton has none for 7.5): it lives in registers.
+
+    A tile of 64 x 32 at head_dim 128 spills 5,000 bytes a thread on 7.5, this one none.
+    """
+    return Tile(16, 32 if head_dim <= 64 else 16, 4, 1)
 
 
 def free_splits(where: torch.device, programs: int, max_keys: int) -> int:

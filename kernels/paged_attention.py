@@ -9,7 +9,7 @@ For query i of a sequence, at position p_i = seq_len - query_len + i, and key j:
 Layouts
     q                [tokens, q_heads, D], strides (any, any, 1)
     k_cache, v_cache [num_blocks, block_size, kv_heads, D], last contiguous, q's dtype
-    block_tables     int32 [num_seqs, max_blocks]: block of key j is block_tables[s, j // block_size]
+    block_tables     int32 [num_seqs, max_blocks]: key j lies in block_tables[s, j // block_size]
     query_start_loc  int32 [num_seqs + 1]: tokens of sequence s are rows start[s] to start[s + 1]
     seq_lens         int32 [num_seqs], keys of the sequence, this step's tokens included
     out              [tokens, q_heads, D], q's dtype
@@ -394,7 +394,7 @@ def _paged_attention_kernel(
             seq, first_block = find_sequence(starts_ptr, block, num_seqs, BLOCK_Q)
             first = (block - first_block) * BLOCK_Q
     else:
-        for_decode: tl.constexpr = True
+        for_decode = True
     start = tl.load(starts_ptr + seq)
     query_len = tl.load(starts_ptr + seq + 1) - start
     if for_decode != (query_len <= MAX_SPLIT_QUERY):
@@ -523,16 +523,16 @@ def _fold_kernel(
         if SPLIT > 0:
             prefix_len = prefix_len // SPLIT * SPLIT
         size = split_size(prefix_len, prefix_splits, SPLIT, FEWEST, BLOCK_N)
-        for split in range(0, (prefix_len + size - 1) // size):
+        for split in range((prefix_len + size - 1) // size):
             lse = tl.load(partial_lse_ptr + cell + split + tl.arange(0, 1))
             part = tl.load(partial_out_ptr + (cell + split) * HEAD_DIM + d, mask=live, other=0.0)
             m, a, b = fold_weights(m, lse)
             out = tl.fma(out, a, part * b)
             weight = tl.fma(weight, a, b)
-    low, origin, size = _split_bounds(
+    _low, origin, size = _split_bounds(
         seq_len, query_len, prefix_len, num_splits, BLOCK_N, WINDOW, SPLIT, FEWEST
     )
-    for split in range(0, (seq_len - origin + size - 1) // size):
+    for split in range((seq_len - origin + size - 1) // size):
         at = cell + prefix_splits + split
         lse = tl.load(partial_lse_ptr + at + tl.arange(0, 1))
         part = tl.load(partial_out_ptr + at * HEAD_DIM + d, mask=live, other=0.0)

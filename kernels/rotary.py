@@ -113,7 +113,7 @@ def rotary_and_store(
         return
     half = table.shape[1] // 2
     rest = head_dim - 2 * half
-    block_heads = min(16, triton.next_power_of_2(max(q_heads, kv_heads)))
+    block_heads = min(16 if head_dim <= 128 else 8, triton.next_power_of_2(max(q_heads, kv_heads)))
     grid = (tokens, triton.cdiv(q_heads, block_heads) + triton.cdiv(kv_heads, block_heads))
     _rotary_kernel[grid](
         q,

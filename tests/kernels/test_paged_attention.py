@@ -163,7 +163,7 @@ def test_what_the_kernel_does_not_take_is_refused():
         run(batch)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     lengths=st.lists(
         st.tuples(st.integers(0, 20), st.integers(0, 300)).map(lambda x: (x[0], x[0] + x[1])),

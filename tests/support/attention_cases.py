@@ -54,14 +54,16 @@ def paged_batch(
     needed = [-(-keys // block_size) for _, keys in lengths]
     num_blocks = sum(needed) + 4
     free = torch.randperm(num_blocks, generator=g).tolist()
-    tables = torch.full((len(lengths), max([*needed, 1]) + 2), 2**30, dtype=torch.int32)
+    tables = torch.full((len(lengths), max([*needed, 1]) + 2), free.pop(), dtype=torch.int32)
     k = torch.full((num_blocks, block_size, kv_heads, head_dim), float("nan"))
     v = k.clone()
     leaders = {}
     for members, prefix in shared:
         for s in members:
             leaders[s] = (members[0], prefix // block_size)
-    for s, (_, keys) in enumerate(lengths):
+    # Leaders first: the others copy from their tables.
+    for s in sorted(range(len(lengths)), key=lambda s: leaders.get(s, (s, 0))[0] != s):
+        keys = lengths[s][1]
         for i in range(needed[s]):
             leader, common = leaders.get(s, (s, 0))
             if leader != s and i < common:

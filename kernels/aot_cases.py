@@ -1,0 +1,139 @@
+"""The configurations that `headrace.kernels.aot` compiles. Shapes only: no tensor has memory.
+
+A case is a call of a launcher, so that what is compiled is what the launcher would run: its tile,
+its specialisations on strides and alignments, its number of warps and stages.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from headrace.kernels.gated_activation import gelu_tanh_and_mul, silu_and_mul
+from headrace.kernels.paged_attention import paged_attention
+from headrace.kernels.rms_norm import add_rms_norm, rms_norm
+from headrace.kernels.rotary import rotary_and_store
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+BLOCK_SIZES = (16, 32)
+HIDDEN = (576, 1024, 4096)
+
+
+class Case(NamedTuple):
+    """A configuration's name, as it stands in the table, and the call that launches it."""
+
+    name: str
+    launch: Callable[[], object]
+
+
+def cases(capability: tuple[int, int]) -> list[Case]:
+    """All cases for a device of `capability`; bfloat16 from 8.0 on."""
+    found = []
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        if dtype == torch.bfloat16 and capability < (8, 0):
+            continue
+        short = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
+        for family in FAMILIES:
+            for name, launch in family(dtype):
+                found.append(Case(f"{name} {short}", launch))
+    names = [case.name for case in found]
+    if len(set(names)) != len(names):
+        raise ValueError(f"two cases have one name: {sorted(names)}")
+    return found
+
+
+def _tensor(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _rms_norm(dtype: torch.dtype) -> Iterator[Case]:
+    for hidden in HIDDEN:
+        x, w = _tensor(8, hidden, dtype=dtype), _tensor(hidden, dtype=dtype)
+        yield Case(f"rms_norm {hidden}", partial(rms_norm, x, w, 1e-6))
+        yield Case(f"add_rms_norm {hidden}", partial(add_rms_norm, x, x, w, 1e-6))
+
+
+def _gated_activation(dtype: torch.dtype) -> Iterator[Case]:
+    x = _tensor(8, 2 * 12288, dtype=dtype)
+    yield Case("silu_and_mul", lambda: silu_and_mul(x))
+    yield Case("gelu_tanh_and_mul", lambda: gelu_tanh_and_mul(x))
+
+
+def _rotary(dtype: torch.dtype) -> Iterator[Case]:
+    def case(
+        head_dim: int, rotary_dim: int, block_size: int, interleaved: bool, norm: bool
+    ) -> Case:
+        q_heads, kv_heads, tokens = 32, 8, 4
+        qkv = _tensor(tokens, q_heads + 2 * kv_heads, head_dim, dtype=dtype)
+        q, k, v = qkv.split([q_heads, kv_heads, kv_heads], dim=1)
+        cache = _tensor(64, block_size, kv_heads, head_dim, dtype=dtype)
+        at = _tensor(tokens, dtype=torch.int64)
+        table = _tensor(4096, rotary_dim, dtype=torch.float32)
+        weight = _tensor(head_dim, dtype=dtype) if norm else None
+        name = f"rotary {head_dim}/{rotary_dim} block{block_size}"
+        name += " interleaved" * interleaved + " norm" * norm
+        return Case(
+            name,
+            lambda: rotary_and_store(
+                q, k, v, at, table, cache, cache, at,
+                interleaved=interleaved, q_weight=weight, k_weight=weight,
+            ),
+        )  # fmt: skip
+
+    for head_dim in HEAD_DIMS:
+        for block_size in BLOCK_SIZES:
+            yield case(head_dim, head_dim, block_size, False, False)
+        yield case(head_dim, head_dim, 16, False, True)
+        yield case(head_dim, head_dim, 16, True, False)
+    yield case(80, 32, 16, False, False)
+    yield case(128, 64, 16, False, False)
+
+
+def _paged(
+    dtype: torch.dtype,
+    head_dim: int,
+    mode: str,
+    *,
+    group: int = 4,
+    block_size: int = 16,
+    window: int | None = None,
+    softcap: float | None = None,
+    speculated: int = 1,
+) -> Case:
+    tokens = {"decode": 256, "split": 2}.get(mode, 512) * speculated
+    num_seqs = 256 if mode == "decode" else 2
+    q = _tensor(tokens, 8 * group, head_dim, dtype=dtype)
+    cache = _tensor(4096, block_size, 8, head_dim, dtype=dtype)
+    tables = _tensor(num_seqs, 256, dtype=torch.int32)
+    starts = _tensor(num_seqs + 1, dtype=torch.int32)
+    lens = _tensor(num_seqs, dtype=torch.int32)
+    name = f"paged {mode} {head_dim} group{group} block{block_size}"
+    name += f" window{window}" * (window is not None) + " softcap" * (softcap is not None)
+    name += f" speculated{speculated}" * (speculated > 1)
+    return Case(
+        name,
+        lambda: paged_attention(
+            q, cache, cache, tables, starts, lens,
+            max_query_len=speculated if mode in ("decode", "split") else 512,
+            max_seq_len=4096, scale=head_dim**-0.5, window=window, softcap=softcap,
+            deterministic=mode == "deterministic", max_split_query_len=speculated,
+        ),
+    )  # fmt: skip
+
+
+def _paged_attention(dtype: torch.dtype) -> Iterator[Case]:
+    modes = ("decode", "split", "mixed", "deterministic")
+    for head_dim in HEAD_DIMS:
+        for mode in modes:
+            yield _paged(dtype, head_dim, mode)
+    for mode in modes:
+        for group in (1, 7, 16):
+            yield _paged(dtype, 128, mode, group=group)
+        yield _paged(dtype, 128, mode, block_size=32)
+        yield _paged(dtype, 256, mode, block_size=32, window=1024, softcap=50.0)
+        yield _paged(dtype, 64, mode, window=128)
+        yield _paged(dtype, 64, mode, speculated=5)
+
+
+FAMILIES = (_rms_norm, _gated_activation, _rotary, _paged_attention)
