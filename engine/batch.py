@@ -1,9 +1,10 @@
 """What the scheduler hands to the runner for one step: plain data that can be sent to other ranks.
 
 The runner keeps a persistent row for each sequence (its tokens, block table, sampling settings).
-`added` creates rows, `removed` drops them, `rows` says what to compute; tokens that a step samples
-are appended to the rows by the runner itself, so the next step can be launched before the host
-has read them.
+`removed` drops rows, `added` creates them, in this order, and `rows` says what to compute; tokens
+that a step samples are appended to the rows by the runner itself, so the next step can be launched
+before the host has read them. After a step that raised, its rows are removed and added anew, and
+its removals repeated: removing a row that isn't there does nothing.
 """
 
 from collections.abc import Sequence as Seq

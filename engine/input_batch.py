@@ -116,9 +116,11 @@ class InputBatch:
         return len(self._slots)
 
     def update(self, batch: ScheduledBatch) -> None:
-        """Drop the batch's removed rows, then create its new ones."""
+        """Drop the batch's removed rows (unknown ones are none), then create its new ones."""
         for seq_id in batch.removed:
-            self._free.append(self._slots.pop(seq_id))
+            slot = self._slots.pop(seq_id, None)
+            if slot is not None:
+                self._free.append(slot)
         for row in batch.added:
             if row.seq_id in self._slots:
                 raise EngineError(f"sequence {row.seq_id} already has a row")

@@ -177,7 +177,7 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
 def _merges_of(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
     """SentencePiece merges the pair whose result has the best score: as a list of merges, every
     way to cut every piece in two pieces, best result first."""
-    cuts = []
+    cuts: list[tuple[float, int, int, str, str]] = []
     for token, index in vocabulary.items():
         found = [
             (token[:cut], token[cut:])
