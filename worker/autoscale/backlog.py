@@ -6,6 +6,7 @@ until it is settled, and deadlines are kept in buckets. It knows no worker and n
 
 import heapq
 import math
+import operator
 from array import array
 from collections.abc import Sequence
 
@@ -27,13 +28,15 @@ class Backlog:
         self.queued_at = array("d", trace.arrival)
         self.done_tokens = array("q", bytes(8 * len(trace)))
         self._due = array("d", trace.deadline)
-        for job, deadline in enumerate(trace.deadline):
-            if deadline == math.inf:
-                alone = self.work_s[job] / rate.max_share
-                self._due[job] = trace.arrival[job] + scenario.acceptable_wait_s + alone
-        patience = max((d - a for d, a in zip(self._due, trace.arrival, strict=True)), default=0.0)
-        # A bucket counts as its start: early by at most 1 % of the longest deadline.
-        self._bucket_s = min(600.0, max(5.0, patience / 100.0))
+        free = [job for job, deadline in enumerate(trace.deadline) if deadline == math.inf]
+        patience_s = scenario.acceptable_wait_s + (scenario.long_job_s() if free else 0.0)
+        for job in free:
+            self._due[job] = trace.arrival[job] + patience_s
+        patience_s = max(
+            (d - at for d, at in zip(self._due, trace.arrival, strict=True)), default=0
+        )
+        # A bucket counts as its start: early by at most 1 % of the longest patience.
+        self._bucket_s = min(600.0, max(5.0, patience_s / 100.0))
         self._buckets: dict[int, list[float]] = {}
         self._queue: list[tuple[float, int]] = []
         self._settled = bytearray(len(trace))
@@ -56,10 +59,13 @@ class Backlog:
             for bucket, (work, jobs) in self._buckets.items()
         ]
 
+    def _bucket(self, job: int) -> int:
+        return int(self._due[job] / self._bucket_s)
+
     def arrive(self, job: int) -> None:
         self.prompt_tokens += self._trace.prompt_tokens[job]
         self.output_tokens += self._trace.output_tokens[job]
-        entry = self._buckets.setdefault(int(self._due[job] / self._bucket_s), [0.0, 0.0])
+        entry = self._buckets.setdefault(self._bucket(job), [0.0, 0.0])
         entry[0] += self.full_work_s[job]
         entry[1] += 1
         self._enqueue(job)
@@ -79,7 +85,7 @@ class Backlog:
         self._settled[job] = 1
         self.prompt_tokens -= self._trace.prompt_tokens[job]
         self.output_tokens -= self._trace.output_tokens[job]
-        bucket = int(self._due[job] / self._bucket_s)
+        bucket = self._bucket(job)
         entry = self._buckets[bucket]
         entry[0] -= self.full_work_s[job]
         entry[1] -= 1

@@ -141,7 +141,7 @@ _scaling_options = _options(
         default="5m",
         help="Goal for the p95 of jobs without a deadline; default targets follow from it.",
     ),
-    _option("--allow-missed", type=_NUMBER, default=0.0, help="Percent of deadlines."),
+    _option("--allow-missed", type=_NUMBER, default=0.1, help="Percent of deadlines."),
     _option("--min-replicas", type=click.IntRange(0), default=0, help="Kept even when idle."),
     _option("--max-replicas", type=click.IntRange(1), default=20, help="Never exceeded."),
     _option("--initial-replicas", type=click.IntRange(0), default=0, help="Ordered at 0."),

@@ -102,11 +102,12 @@ def make_policy(name: str, target: float, scenario: Scenario) -> ScalingPolicy:
     rate, wait = scenario.machine.rate, scenario.acceptable_wait_s
 
     def deadline() -> Deadline:
-        reaction_s = scenario.scrape_s / 2.0 + SYNC_PERIOD_S
+        # Until the order is given, and then for a long job that is claimed last.
+        margin_s = scenario.scrape_s / 2.0 + SYNC_PERIOD_S + scenario.long_job_s()
         return Deadline(
             scenario.max_replicas,
             catch_up_s=max(wait, 2.0 * scenario.machine.cold_start_s, 1.0),
-            margin_s=reaction_s + mean_work_s(scenario) / rate.max_share,
+            margin_s=margin_s,
             target=target,
         )
 

@@ -35,6 +35,13 @@ class Scenario:
     run_on_s: float = 21600.0
     seed: int = 0
 
+    def long_job_s(self) -> float:
+        """Running time of a long job of the trace: 999 of 1000 take less, each by itself."""
+        trace = self.trace
+        return percentile(
+            sorted(map(self.machine.rate.alone_s, trace.prompt_tokens, trace.output_tokens)), 99.9
+        )
+
     def metric_readable(self, now: float) -> bool:
         return not any(start <= now < start + length for start, length in self.outages)
 
