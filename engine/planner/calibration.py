@@ -33,7 +33,7 @@ from headrace.engine.planner.weights import weight_bytes
 
 FORMAT = "headrace-measurement"
 VERSION = 1
-_PRIOR = 0.05
+_PRIOR = 1e-3
 """Weight of the defaults beside a measured point: they decide only what no point tells."""
 _ROUNDS = 12
 

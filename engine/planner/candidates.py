@@ -105,10 +105,14 @@ def check_length(model: Model, job: Job) -> None:
 
 
 def _schemes(model: Model, card: Card, wanted: Iterable[str]) -> list[Scheme]:
-    """The schemes asked for; else those of the checkpoint, or the usual ones."""
+    """The schemes asked for; else the checkpoint's own, or the usual ones.
+
+    A GGUF file is also planned dequantized, which is how it runs where nothing reads it packed.
+    """
     names = list(wanted)
     if not names and model.quantized is not None:
-        return [model.quantized]
+        gguf = model.quantized.kind == "gguf"
+        names = [model.quantized.name, SIXTEEN_BIT] if gguf else [model.quantized.name]
     found = []
     for name in names or DEFAULT_SCHEMES:
         if name in (SIXTEEN_BIT, "auto"):
@@ -174,7 +178,7 @@ class _Case:
     def at(self, count: int, tp: int, refusal: str | None) -> Candidate:
         shape, settings, job = self.model.shape, self.options.settings, self.options.job
         problem = refusal or split_problem(shape, self.scheme, tp)
-        missing = not_runnable(self.card, self.scheme, tp)
+        missing = not_runnable(shape, self.card, self.scheme, tp, job.length)
         weights = self.weights(1 if problem else tp)
         base = Candidate(
             model=shape.name,
@@ -188,7 +192,7 @@ class _Case:
             kv_type=self.kv_type,
             max_sequences=0,
             fits=False,
-            runnable=missing is None and problem is None,
+            runnable=not missing and problem is None,
             reason=problem or "",
             notes=self.notes(missing),
         )
@@ -228,8 +232,8 @@ class _Case:
             reason=self.fit_reason(row),
         )
 
-    def notes(self, missing: str | None) -> tuple[str, ...]:
-        notes: tuple[str, ...] = (missing,) if missing else ()
+    def notes(self, missing: tuple[str, ...]) -> tuple[str, ...]:
+        notes = missing
         if self.card.float_dtype == "fp16" and self.model.shape.overflows_fp16:
             notes += (f"{self.model.shape.model_type} may overflow fp16: check for NaN",)
         return notes

@@ -31,7 +31,7 @@ from headrace.engine.planner.recommend import (
 from headrace.engine.planner.resolve import resolve
 from headrace.engine.planner.roofline import Efficiency
 from headrace.engine.planner.schemes import EXAMPLES
-from headrace.engine.planner.units import parse_duration
+from headrace.engine.planner.units import parse_duration, parse_size
 
 
 def _print_known(context: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -107,6 +107,9 @@ def _print_known(context: click.Context, _: click.Parameter, wanted: bool) -> No
     help="Share of the card's memory that is used.",
 )
 @click.option(
+    "--kv-cache-memory", metavar="SIZE", help="Limit of the KV cache on each card: 8GiB, 512M."
+)
+@click.option(
     "--measurement",
     type=click.Path(path_type=Path, dir_okay=False),
     multiple=True,
@@ -143,6 +146,7 @@ def plan(
     max_num_seqs: int,
     max_num_batched_tokens: int,
     gpu_memory_utilization: float,
+    kv_cache_memory: str | None,
     measurement: tuple[Path, ...],
     show_all: bool,
     as_json: bool,
@@ -168,6 +172,7 @@ def plan(
                 max_num_seqs=max_num_seqs,
                 max_num_batched_tokens=max_num_batched_tokens,
                 memory_utilization=gpu_memory_utilization,
+                kv_cache_memory=parse_size(kv_cache_memory) if kv_cache_memory else None,
             ),
             cards=cards,
             prices=price_table(prices, only=cards[0].name if len(cards) == 1 else None),

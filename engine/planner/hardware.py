@@ -219,7 +219,7 @@ def _key(name: str) -> str:
     key = re.sub(
         r"^((nvidia|amd|tesla|geforce|instinct)-)+|-hbm\d\w*|-sxm\d?|-pcie(?=-\d)", "", key
     )
-    key = re.sub(r"(\d)gb?$", r"\1", key)
+    key = re.sub(r"(-\d+)gb?$", r"\1", key)
     return re.sub(r"^rtx(?=\d)", "rtx-", key)
 
 
@@ -260,7 +260,7 @@ def this_cpu() -> Card:
         flops=flops,
         capability=(0, 0),
         link=10e9,
-        context=300 * 2**20,
+        context=280 * 2**20,
         is_cpu=True,
         vendor="cpu",
         limits=("rates are a guess until measured",),

@@ -8,6 +8,7 @@ from headrace.engine.planner.schemes import Scheme
 from headrace.engine.planner.shapes import ModelShape
 
 _MIB = 2**20
+_CPU_KV_LIMIT = 4 << 30
 _GRAPH_SIZES = 35
 _GRAPH_LAYER = _MIB // 5
 """A captured step takes about 0.2 MiB a layer; 35 batch sizes are captured."""
@@ -25,25 +26,38 @@ class Settings:
     max_num_batched_tokens: int = 2048
     memory_utilization: float = 0.9
     graphs: bool = True
+    kv_cache_memory: int | None = None
+    """Bytes for the KV cache; None: what is left, on a CPU at most 4 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes on one card. `kv` is what is left for the cache, negative when the rest is too much."""
+    """Bytes on one card. `kv` is what is left for the cache, negative when the rest is too much.
+
+    `tables`: rotary tables, and on a CPU the copy of a tied head that its matmul packs.
+    """
 
     usable: int
     weights: int
     context: int
     activations: int
     graphs: int
+    tables: int
+    kv_limit: int | None = None
 
     @property
     def run_time(self) -> int:
-        return self.context + self.activations + self.graphs
+        return self.context + self.activations + self.graphs + self.tables
 
     @property
     def kv(self) -> int:
-        return self.usable - self.weights - self.run_time
+        left = self.usable - self.weights - self.run_time
+        return left if self.kv_limit is None else min(left, self.kv_limit)
+
+    @property
+    def process(self) -> int:
+        """All that the process takes once its cache is allocated."""
+        return self.weights + self.run_time + max(self.kv, 0)
 
 
 def plan_memory(
@@ -53,12 +67,20 @@ def plan_memory(
     graphs = 0
     if settings.graphs and not card.is_cpu:
         graphs = _GRAPH_SIZES * _GRAPH_LAYER * shape.num_layers
+    tables = 2 * shape.max_position_embeddings * shape.head_dim * card.dtype_bytes
+    if card.is_cpu and shape.tied and scheme.kind == "float":
+        tables += shape.embedding().num_params * card.dtype_bytes
+    limit = settings.kv_cache_memory
+    if limit is None and card.is_cpu:
+        limit = _CPU_KV_LIMIT
     return MemoryPlan(
         usable=int(card.memory * settings.memory_utilization),
         weights=weights,
         context=card.context,
         activations=activation_bytes(shape, scheme, card.dtype_bytes, settings, tp),
         graphs=graphs,
+        tables=tables,
+        kv_limit=limit,
     )
 
 

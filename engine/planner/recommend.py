@@ -21,6 +21,8 @@ from headrace.engine.planner.units import dollars, duration, gib
 Market = Literal["any", "on-demand", "spot"]
 _CHEAPER = 0.95
 _MUCH_CHEAPER = 0.9
+_PATIENCE = 86400.0
+"""Without a deadline, what ends within a day comes before what is cheaper and does not."""
 _SPOT_MARGIN = 0.9
 """On spot, the expected time must end before this share of the deadline."""
 
@@ -87,6 +89,8 @@ def apply_rules(
         return best, f"{best.scheme} fits; 16 bits were not compared"
     if eight is not None and eight.max_sequences >= demand:
         return eight, f"does not fit in 16 bits; 8 bits fit and hold all {demand} at once"
+    if eight is not None and narrow is not None and _cost(eight) <= _cost(narrow):
+        return eight, "does not fit in 16 bits; 8 bits fit and cost no more than 4"
     if narrow is not None:
         where = "on one card" if narrow.count == 1 else f"on {narrow.count} cards"
         return narrow, f"does not fit in 16 bits: {narrow.bits} bits {where}"
@@ -104,6 +108,8 @@ def recommend(
     if not chosen:
         return _nothing_fits(model, rows)
     in_time = [c for c in chosen if _meets(c[0], options, market)]
+    if options.job.deadline is None:
+        in_time = [c for c in in_time if (c[0].seconds or 0.0) <= _PATIENCE] or in_time
     if in_time:
         best, rule = min(in_time, key=lambda c: _rank(c[0], options, market))
     else:
@@ -251,17 +257,17 @@ def _today(
     """What runs today when the choice does not."""
     if best.runnable:
         return []
-    why = next((n for n in best.notes if "not yet" in n), "not yet runnable")
+    why = ", ".join(n for n in best.notes if "not yet" in n)
     running = [c for c in chosen if c.runnable and _meets(c, options, market)]
     if not running:
-        return [f"Planned, not running: {why}."]
+        return [f"A plan, not yet what Headrace runs: {why}."]
     other = min(running, key=lambda c: _rank(c, options, market))
     where = pick_market(other, options, market)
     cost = other.spot_cost if where == "spot" else other.cost
-    price = f", {dollars(cost)} on {where}" if cost is not None else ""
+    price = f", {dollars(cost)} on {where}" if cost else ""
     return [
-        f"Planned, not running: {why}. Today: {other.count} x {other.gpu} in {other.scheme}, "
-        f"{duration(other.seconds)}{price}."
+        f"A plan, not yet what Headrace runs: {why}. Today: {other.count} x {other.gpu} in "
+        f"{other.scheme}, {duration(other.seconds)}{price}."
     ]
 
 

@@ -45,6 +45,7 @@ def row_json(row: Candidate, recommended: bool, basis: str) -> dict[str, Any]:
         "meets_deadline": row.meets_deadline,
         "usable_bytes": memory.usable if memory else None,
         "context_bytes": memory.context if memory else None,
+        "table_bytes": memory.tables if memory else None,
         "activation_bytes": memory.activations if memory else None,
         "graph_bytes": memory.graphs if memory else None,
         "kv_cache_bytes": max(memory.kv, 0) if memory else None,
@@ -109,8 +110,8 @@ def table(rows: Sequence[Candidate], chosen: Sequence[Recommendation]) -> str:
 
 def _cells(row: Candidate, picked: bool) -> tuple[str, ...]:
     marks = ["<- recommended"] if picked else []
-    if not row.runnable:
-        marks.append("not yet runnable")
+    if row.tensor_parallel > 1 and not row.runnable:
+        marks.append("split: not yet runnable")
     if not row.meets_deadline:
         marks.append("misses the deadline")
     return (

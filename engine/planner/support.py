@@ -1,19 +1,35 @@
-"""What Headrace runs today, so that a plan can mark what it does not run yet."""
+"""What Headrace runs today, so that a plan can mark what it does not run yet.
+
+Kept by hand beside the engine: what is listed here is loaded and run by `engine/`.
+"""
 
 from headrace.engine.planner.hardware import Card
 from headrace.engine.planner.schemes import Scheme
+from headrace.engine.planner.shapes import ModelShape
 
 TENSOR_PARALLEL = False
+VENDORS = frozenset({"cpu"})
+MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 SCHEMES = frozenset({"fp32", "fp16", "bf16"})
-"""Schemes the engine holds in memory as they are. TODO: one a file as engine/quant gains them."""
+FREES_OUTSIDE_WINDOWS = False
+"""Whether KV that a sliding window has passed is given back."""
 
 
-def not_runnable(card: Card, scheme: Scheme, tensor_parallel: int) -> str | None:
-    """What of a candidate is planned for and not yet run, or None when it runs today."""
+def not_runnable(
+    shape: ModelShape, card: Card, scheme: Scheme, tensor_parallel: int, length: int
+) -> tuple[str, ...]:
+    """What of a candidate is planned for and not run yet; empty when it runs today."""
+    missing = []
     if tensor_parallel > 1 and not TENSOR_PARALLEL:
-        return "tensor parallelism is not yet runnable"
-    if card.vendor not in ("nvidia", "cpu"):
-        return f"{card.name} is not yet runnable"
+        missing.append("tensor parallelism is not yet runnable")
     if scheme.name not in SCHEMES:
-        return f"{scheme.name} weights are not yet runnable"
-    return None
+        what = "packed GGUF weights are" if scheme.kind == "gguf" else f"{scheme.name} weights are"
+        missing.append(f"{what} not yet runnable")
+    if shape.model_type not in MODEL_TYPES:
+        missing.append(f"{shape.model_type} models are not yet runnable")
+    short = min((w for w in shape.windows if w is not None), default=length)
+    if short < length and not FREES_OUTSIDE_WINDOWS:
+        missing.append("KV outside of sliding windows is not yet freed")
+    if card.vendor not in VENDORS:
+        missing.append(f"{card.vendor.upper()} cards are not yet runnable")
+    return tuple(missing)

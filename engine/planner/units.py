@@ -37,3 +37,16 @@ def dollars(amount: float | None) -> str:
 
 def gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `1073741824`, `1GiB`, `1G` (both 1024-based) or `1GB` (1000-based)."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise PlanError(f"{text!r} is no size; write it as 8GiB, 512M or a number of bytes")
+    decimal = match[2] and not match[3] and text.strip().lower().endswith("b")
+    return int(float(match[1]) * (1000 if decimal else 1024) ** _POWERS[match[2].lower()])
