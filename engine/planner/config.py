@@ -182,9 +182,9 @@ class _Reader:
         step = self.integer("decoder_sparse_step", 1)
         dense = set(self.config.get("mlp_only_layers") or [])
         chosen = tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
-        count = "num_experts" if "num_experts" in self.config else "num_local_experts"
+        key = "num_experts" if "num_experts" in self.config else "num_local_experts"
         return (
-            self.integer(count),
+            self.integer(key),
             self.integer("num_experts_per_tok"),
             self.integer("moe_intermediate_size"),
             chosen,
