@@ -115,6 +115,7 @@ class ServingLoop:
         self._lost_unseen: dict[str, float] = {}
         self._next_expiry = 0.0
         self._recovery = Recovery()
+        self._unbegun: list[InFlight] = []
         self._dirty = False
         connection = connection or Connection(metrics)
         self.courier = Courier(
@@ -174,8 +175,7 @@ class ServingLoop:
         self.courier.save(
             [(item.job, item.checkpoint) for item in self.progress() if item.checkpoint]
         )
-        untouched = [flight for flight in self._flights.values() if _unbegun(flight)]
-        self._put_back(untouched + self.feeder.stop(2 * self._settings.claim_wait + 0.5))
+        self._put_back(self._unbegun + self.feeder.stop(2 * self._settings.claim_wait + 0.5))
 
     def _turn(self) -> None:
         self._give_up_lost()
@@ -373,6 +373,7 @@ class ServingLoop:
         EngineError when it is none. Anything else is a fault of its host half with one of them:
         take everything out, and put it back in halves until one job is left."""
         self._metrics.engine_errors.inc()
+        self._unbegun = [flight for flight in self._flights.values() if _unbegun(flight)]
         if isinstance(error, EngineError):
             raise EngineBroken(str(error)) from error
         log.error("a step raised %s; looking for the job", type(error).__name__, exc_info=error)
