@@ -105,8 +105,8 @@ class _Handle:
 class ToyRunner:
     """Executes batches in order, but only when their tokens are asked for, as a device would.
 
-    `fault(batch)` may raise, as a device does; `nan(seq_id, tokens)` names rows whose logits are
-    not finite; `forget` throws rows away to show that the runner's memory is not what counts.
+    `fault(batch)` may raise, as a device does, in the middle of a step; `nan(seq_id, tokens)` names
+    rows whose logits are not finite.
     """
 
     def __init__(
@@ -171,12 +171,7 @@ class ToyRunner:
         for new in batch.added:
             assert new.seq_id not in self.rows, "a row was added twice"
             self.rows[new.seq_id] = _Row(new, list(new.token_ids))
-        before = {
-            (block, slot)
-            for block, slots in self.slots.items()
-            for slot, token in enumerate(slots)
-            if token is not None
-        }
+        before = self._written() if batch.prefix_groups else set()
         if self.fault is not None:
             self.fault(batch)
         assert len({row.seq_id for row in batch.rows}) == len(batch.rows)
@@ -186,7 +181,8 @@ class ToyRunner:
             assert len(set(row.table)) == len(row.table), "a block stands twice in a table"
             assert all(block in self.slots for block in row.table), "a block beyond the pool"
         for scheduled in batch.rows:
-            self._write(scheduled.seq_id, scheduled.num_computed_tokens, scheduled)
+            start, count = scheduled.num_computed_tokens, scheduled.num_scheduled_tokens
+            self._write(scheduled.seq_id, start, count)
         self._check_groups(batch, before)
         tokens: dict[int, list[int]] = {}
         failures: dict[int, Failure] = {}
@@ -214,9 +210,16 @@ class ToyRunner:
             tokens[scheduled.seq_id] = [token]
         return SampledTokens(tokens, {}, failures)
 
-    def _write(self, seq_id: int, start: int, scheduled: object) -> None:
+    def _written(self) -> set[tuple[int, int]]:
+        return {
+            (block, slot)
+            for block, slots in self.slots.items()
+            for slot, token in enumerate(slots)
+            if token is not None
+        }
+
+    def _write(self, seq_id: int, start: int, count: int) -> None:
         row = self.rows[seq_id]
-        count = scheduled.num_scheduled_tokens  # type: ignore[attr-defined]
         assert count > 0
         self.num_computed += count
         for position in range(start, start + count):
@@ -258,13 +261,15 @@ def toy_engine(
     max_num_batched_tokens: int = 32,
     max_model_len: int | None = None,
     max_prefix_delay: int = 8,
+    expected_output: float | None = None,
     prefix_caching: bool = True,
     deduplicate: bool = False,
     steps_in_flight: int = 0,
     eos: tuple[int, ...] = (EOS,),
     **runner: object,
 ) -> Engine:
-    """An engine over a ToyRunner (its `runner` attribute)."""
+    """An engine over a ToyRunner (its `runner` attribute). `expected_output`: what the predictor
+    believes at first; a small one makes the scheduler admit too much, so that it must preempt."""
     capacity = num_blocks * block_size
     limits = EngineLimits(
         max_model_len=min(max_model_len or capacity, capacity),
@@ -278,6 +283,8 @@ def toy_engine(
         SchedulerLimits(max_num_seqs, max_num_batched_tokens, max_prefix_delay),
         BlockManager(num_blocks, block_size, prefix_caching),
     )
+    if expected_output is not None:
+        scheduler.predictor.average = expected_output
     return Engine(
         scheduler,
         ToyRunner(num_blocks, block_size, **runner),  # type: ignore[arg-type]
