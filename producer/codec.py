@@ -7,7 +7,6 @@ talks to Redis.
 
 import base64
 import binascii
-import hashlib
 import zlib
 from typing import Any, Final
 
@@ -60,12 +59,6 @@ def invalid_request(error: ValidationError) -> InvalidRequest:
     return InvalidRequest(f"{param}: {message}{more}" if param else message + more, param or None)
 
 
-def body_hash(payload: bytes) -> str:
-    """11 characters that name the body: equal bodies under one id are one job."""
-    digest = hashlib.blake2b(payload, digest_size=8).digest()
-    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
-
-
 def pack(payload: bytes) -> bytes:
     """A payload as RQ's data field."""
     return zlib.compress(_HEAD + payload + _TAIL, 6)
@@ -114,13 +107,13 @@ def _inflate(data: bytes, limit: int) -> bytes:
 
 
 def encode_result(result: Result) -> bytes:
-    """A result as JSON, without the fields that have their default values."""
-    fields = result.model_dump(exclude_defaults=True, exclude_none=True)
+    """A result as JSON, without its job id, which its key has, and fields at their defaults."""
+    fields = result.model_dump(exclude={"job_id"}, exclude_defaults=True, exclude_none=True)
     return orjson.dumps({"v": result.v, **fields}, option=orjson.OPT_NON_STR_KEYS)
 
 
 def decode_result(job_id: str, text: bytes) -> Result:
-    """A Result from JSON. Those that the queue writes itself leave the job id out."""
+    """A Result from `encode_result`'s JSON."""
     try:
         fields = orjson.loads(text)
         return Result.model_validate({"job_id": job_id, **fields})

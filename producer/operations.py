@@ -6,6 +6,7 @@ does input or output.
 
 import base64
 import enum
+import hashlib
 import os
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -124,7 +125,6 @@ class Outgoing:
 
     job_id: str
     data: bytes
-    body_hash: str
     estimate: str
     options: bytes
 
@@ -190,7 +190,7 @@ def new_job_id() -> str:
 
 def idempotent_id(key: str) -> str:
     """The job id of an idempotency key, which may be any text."""
-    return "k-" + codec.body_hash(key.encode()) + codec.body_hash(b"\0" + key.encode())
+    return "k-" + hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
 
 def to_request(item: RequestLike, defaults: Mapping[str, Any]) -> Request:
@@ -214,7 +214,6 @@ def encode(request: Request, placement: Placement, job_id: str, settings: Settin
     return Outgoing(
         job_id=keys.check_id("job_id", job_id),
         data=codec.pack(payload),
-        body_hash=codec.body_hash(payload),
         estimate=f"{prompt_tokens},{output * (request.n or 1)},{len(payload)}",
         options=_options(placement, settings),
     )
@@ -279,7 +278,7 @@ def enqueue(jobs: Sequence[Outgoing], placement: Placement, settings: Settings) 
         settings.max_queue_bytes,
     ]
     for job in jobs:
-        args += (job.job_id, job.data, job.body_hash, job.estimate, job.options)
+        args += (job.job_id, job.data, job.estimate, job.options)
     script = scripts.producer("enqueue")
     reply = yield Eval(script, (keys.queue_list(placement.name),), tuple(args))
     return [int(code) for code in reply]
@@ -302,19 +301,20 @@ def submit_chunk(
     while True:
         *codes, depth, size = yield from enqueue(waiting, placement, settings)
         refused = []
-        conflict: str | None = None
+        conflicts: list[Outgoing] = []
         closed: str | None = None
         for job, code in zip(waiting, codes, strict=True):
             if code in (NEW, SAME):
                 accepted.append(job.job_id)
             elif code == CONFLICT:
-                conflict = conflict or job.job_id
+                conflicts.append(job)
             elif code == CLOSED:
                 closed = closed or job.job_id
             else:
                 refused.append(job)
-        if conflict is not None:
-            raise IdempotencyConflict(conflict)
+        for job in conflicts:
+            yield from _confirm_conflict(job)
+            accepted.append(job.job_id)
         if closed is not None:
             failure = Failure(
                 code=errors.CANCELLED, message=f"batch {placement.batch} is cancelled"
@@ -326,12 +326,23 @@ def submit_chunk(
             raise QueueFull(
                 f"queue {keys.queue_of(placement.name)} has {depth:,} waiting jobs and {size:,} "
                 f"payload bytes; the limits are {settings.max_queue_depth or 'none'} and "
-                f"{settings.max_queue_bytes or 'none'}: send later, block for space, or add workers",
+                f"{settings.max_queue_bytes or 'none'}: send later, block for space or add workers",
                 tuple(accepted),
             )
         yield Pause(delay)
         delay = min(delay * 2, 1.0)
         waiting = refused
+
+
+def _confirm_conflict(job: Outgoing) -> Steps[None]:
+    """IdempotencyConflict, unless the two differ only in how they were packed."""
+    (data,) = yield Commands((("HGET", keys.job(job.job_id), "data"),))
+    try:
+        same = codec.unpack(data or b"") == codec.unpack(job.data)
+    except errors.PayloadError:
+        same = False
+    if not same:
+        raise IdempotencyConflict(job.job_id)
 
 
 def status(job_id: str) -> Steps[JobState]:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, Final
 
 import orjson
@@ -179,7 +180,7 @@ class RedisSource:
     def _claim_once(self, max_jobs: int) -> list[ClaimedJob]:
         settings = self.settings
         nonce = f"{self._token}-{self._sequence:x}"
-        _, further, *rows = self._eval(
+        reply = self._eval(
             "claim",
             keys.queue_list(self.queues[0]),
             self.name,
@@ -195,11 +196,11 @@ class RedisSource:
         )
         # Only now: after a lost reply the same nonce must be asked again.
         self._sequence += 1
-        self._further = len(self.queues) > 1 or bool(further)
+        self._further = len(self.queues) > 1 or bool(reply[1])
         jobs: list[ClaimedJob] = []
         refused: list[Outcome] = []
-        for row in rows:
-            job, problem = self._job(row)
+        for facts, data, checkpoint in _rows(*reply[2:]):
+            job, problem = self._job(facts, data, checkpoint)
             if problem is None:
                 jobs.append(job)
             else:
@@ -211,27 +212,28 @@ class RedisSource:
             self.finish(refused)
         return jobs
 
-    def _job(self, row: list[Any]) -> tuple[ClaimedJob, PayloadError | None]:
-        job_id, execution_id, name, data, fence, attempts, crashes = row[:7]
-        enqueued_at, deadline, checkpoint, refusal = row[7:11]
+    def _job(
+        self, facts: list[str], data: bytes, checkpoint: bytes
+    ) -> tuple[ClaimedJob, PayloadError | None]:
+        job_id, execution_id, name, fence, attempts, crashes, enqueued_at, deadline, refusal = facts
         problem: PayloadError | None = None
         payload = b""
         try:
-            if refusal:
-                raise PayloadError("unsupported_job", f"RQ's {refusal.decode()} is not supported")
+            if refusal != "-":
+                raise PayloadError("unsupported_job", f"RQ's {refusal} is not supported")
             payload = codec.unpack(data, self.settings.max_payload_bytes)
         except PayloadError as error:
             problem = error
         job = ClaimedJob(
-            job_id=job_id.decode(),
-            execution_id=execution_id.decode(),
-            queue=name.decode(),
+            job_id=job_id,
+            execution_id=execution_id,
+            queue=name,
             payload=payload,
-            fence=fence,
-            attempts=attempts,
-            crashes=crashes,
+            fence=int(fence),
+            attempts=int(attempts),
+            crashes=int(crashes),
             enqueued_at=_seconds(enqueued_at),
-            deadline=float(deadline) if deadline else None,
+            deadline=float(deadline) if deadline != "-" else None,
             checkpoint=checkpoint or None,
         )
         return job, problem
@@ -270,41 +272,40 @@ class RedisSource:
         """Write results and acknowledge, each atomically; codes in the order given."""
         codes: list[FinishCode] = []
         for group in _groups(outcomes):
-            args: list[scripts.Argument] = [
+            lines: list[str] = []
+            blobs: list[bytes] = []
+            for outcome in group:
+                self._add_outcome(outcome, lines, blobs)
+            replies = self._eval(
+                "finish",
+                keys.worker(self.name),
                 self.name,
                 self.settings.result_ttl,
                 self.settings.failure_ttl,
                 self.settings.max_attempts,
-            ]
-            for outcome in group:
-                args += self._finish_args(outcome)
-            replies = self._eval("finish", keys.worker(self.name), *args)
+                "\n".join(lines),
+                b"".join(blobs),
+            )
             codes += [_CODES[reply] for reply in replies]
             self._drop(outcome.job for outcome in group)
         return codes
 
-    def _finish_args(self, outcome: Outcome) -> list[scripts.Argument]:
+    def _add_outcome(self, outcome: Outcome, lines: list[str], blobs: list[bytes]) -> None:
         job = outcome.job
-        error: bytes = b""
-        delay, history = 0.0, b""
+        result = codec.stream_value(outcome.result)
+        delay, extra = 0.0, b""
         if outcome.kind is not OutcomeKind.SUCCEEDED:
             failure = _failure(outcome.result)
             error = codec.stream_error(f"{failure['code']}: {failure['message']}")
+            extra = orjson.dumps({"error": error.decode(), "event": failure})
             if outcome.kind is OutcomeKind.RETRY:
                 delay = backoff(self.settings, job.attempts + 1)
-                history = orjson.dumps(failure)
-        return [
-            job.queue,
-            job.job_id,
-            job.execution_id,
-            _KINDS[outcome.kind],
-            codec.stream_value(outcome.result),
-            error,
-            outcome.prompt_tokens,
-            outcome.output_tokens,
-            delay,
-            history,
-        ]
+        lines.append(
+            f"{job.queue} {job.job_id} {job.execution_id} {_KINDS[outcome.kind]} "
+            f"{outcome.prompt_tokens} {outcome.output_tokens} {delay:.3f} "
+            f"{len(result)} {len(extra)}"
+        )
+        blobs += (result, extra)
 
     def checkpoint(self, jobs: Sequence[tuple[ClaimedJob, bytes]]) -> None:
         """Store progress for those still leased to us; skipped when Redis' memory is full."""
@@ -460,6 +461,17 @@ def _groups(items: Sequence[Any]) -> Iterator[list[Any]]:
     return connection.chunks(list(items), GROUP)
 
 
+def _rows(lines: bytes = b"", blob: bytes = b"") -> Iterator[tuple[list[str], bytes, bytes]]:
+    """Facts, data and checkpoint of each job in a claim's reply."""
+    at = 0
+    for line in lines.decode().splitlines():
+        *facts, data_bytes, checkpoint_bytes = line.split(" ")
+        middle = at + int(data_bytes)
+        end = middle + int(checkpoint_bytes)
+        yield facts, blob[at:middle], blob[middle:end]
+        at = end
+
+
 def _refusal(job: ClaimedJob, problem: PayloadError) -> Outcome:
     log.info("refused: %s", problem, extra={"job_id": job.job_id})
     result = codec.failed(job.job_id, problem.code, str(problem))
@@ -472,8 +484,9 @@ def _failure(result: bytes) -> dict[str, str]:
     return {"code": failure.get("code", "failed"), "message": failure.get("message", "")}
 
 
-def _seconds(text: bytes) -> float:
+@lru_cache(maxsize=1024)
+def _seconds(text: str) -> float:
     try:
-        return datetime.fromisoformat(text.decode()).timestamp()
+        return datetime.fromisoformat(text).timestamp()
     except ValueError:
         return 0.0

@@ -1,11 +1,12 @@
--- Takes in jobs, each once: the same id and body again is the same job, another body a conflict.
+-- Takes in jobs, each once: the same id and data again is the same job, other data a conflict (the
+-- client compares what was packed, which another zlib may have packed otherwise).
 -- Safe to send again after a lost reply. The first write may deny, so that nothing at all is
 -- written when Redis' memory is full.
 -- Touches: P:job:ID, P:queues, P:queue:L, P:scheduled:L, x:n:Q, x:ghost, x:deadline:Q, x:tenants:Q,
 --   x:served:Q, x:batch:B, x:batches
 -- KEYS: 1 P:queue:L
 -- ARGV: clock, L, batch or '', max queue depth or 0, max queue bytes or 0,
---   then for each job: id, data, body hash, estimate 'prompt,output,bytes', options (JSON or '')
+--   then for each job: id, data, estimate 'prompt,output,bytes', options (JSON or '')
 --   options: dl deadline, at (Unix time to start), plus any field of the job hash under `set`
 -- Returns a code a job: 1 taken in, 2 already there, 3 conflict, 4 batch is cancelled, 0 queue full;
 --   then the queue's depth and bytes.
@@ -29,14 +30,14 @@ if max_bytes > 0 then bytes = tonumber(call('HGET', X .. 'n:' .. base, 'bytes') 
 
 local closed = batch ~= '' and call('HEXISTS', X .. 'batch:' .. batch, 'cancel') == 1
 local taken = 0
-for i = 6, #ARGV, 5 do
-  local id, data, hash, est, options = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3], ARGV[i + 4]
+for i = 6, #ARGV, 4 do
+  local id, data, est, options = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]
   local k = P .. ':job:' .. id
-  local old = call('HMGET', k, 'bh', 'status')
+  local old = call('HMGET', k, 'status', 'data')
   local size = tonumber(string.match(est, '(%d+)$'))
   local code = 1
   if old[1] or old[2] then
-    code = old[1] == hash and 2 or 3
+    code = old[2] == data and 2 or 3
   elseif closed then
     code = 4
   elseif (max_depth > 0 and depth >= max_depth) or (max_bytes > 0 and bytes + size > max_bytes) then
@@ -45,7 +46,7 @@ for i = 6, #ARGV, 5 do
   if code == 1 then
     depth, bytes, taken = depth + 1, bytes + size, taken + 1
     local f = { 'status', 'queued', 'created_at', stamp, 'enqueued_at', stamp, 'origin', list,
-      'data', data, 'description', 'generate', 'bh', hash, 'est', est }
+      'data', data, 'description', 'llm', 'est', est }
     if batch ~= '' then
       f[#f + 1] = 'batch'
       f[#f + 1] = batch
@@ -54,6 +55,10 @@ for i = 6, #ARGV, 5 do
     for name, value in pairs(o.set or {}) do
       f[#f + 1] = name
       f[#f + 1] = value
+    end
+    if options ~= '' then
+      f[#f + 1] = 'x'
+      f[#f + 1] = '1'
     end
     if o.dl then
       f[#f + 1] = 'dl'

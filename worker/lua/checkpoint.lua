@@ -11,7 +11,7 @@ for i = 2, #ARGV, 4 do
   local code = 0
   if call('ZSCORE', X .. 'lease:' .. queue_of(ARGV[i]), id .. ':' .. eid)
     and call('HGET', k, 'eid') == eid then
-    call('HSET', k, 'ckpt', ARGV[i + 3])
+    call('HSET', k, 'ckpt', ARGV[i + 3], 'x', '1')
     code = 1
   end
   codes[#codes + 1] = code

@@ -13,45 +13,59 @@
 -- KEYS: 1 P:queue:L of the first queue
 -- ARGV: clock, worker, nonce, most, lease seconds, deadline horizon, ageing seconds, failure TTL,
 --   result and error of an expired job, result and error of a cancelled one, then queues
--- Returns time, 1 if any queue has further lists, then for each job: id, execution, list, data,
---   fence, attempts, crashes, enqueued_at, deadline, checkpoint, refusal ('' or why it can't be run)
+-- Returns time, 1 if any queue has further lists, then, if there are jobs, a line for each ('id
+--   execution list fence attempts crashes enqueued_at deadline refusal data-bytes checkpoint-bytes',
+--   '-' for none; refusal says why it can't be run) and their data and checkpoints end to end: few
+--   long strings, because a client takes longer over many short ones than we do over the jobs
 
 local now = time(ARGV[1])
 local worker, nonce, most = ARGV[2], ARGV[3], tonumber(ARGV[4])
-local lease_end, horizon, ageing = num(now + tonumber(ARGV[5])), tonumber(ARGV[6]), tonumber(ARGV[7])
+local lease_end = whole(now + tonumber(ARGV[5]))
+local horizon, ageing = tonumber(ARGV[6]), tonumber(ARGV[7])
 local failure_ttl = tonumber(ARGV[8])
+-- A job of ours that was never started and has no options (`x`) can have no others of NAMES.
+local FRESH = { 'status', 'origin', 'data', 'enqueued_at', 'batch', 'est', 'started_at', 'x' }
 local NAMES = { 'status', 'eid', 'origin', 'data', 'fence', 'att', 'crashes', 'started_at',
   'enqueued_at', 'dl', 'ckpt', 'batch', 'est', 'repeats_left', 'rate_limit_key', 'ended_at', 'home',
-  'ghost' }
+  'ghost', 'x' }
 local last_key = X .. 'last:' .. worker
 local worker_set = P .. ':worker:' .. worker .. ':executions'
 local stamp, stamp_num = iso(now), num(now)
 call('ZREM', X .. 'lease:', '')
 
-local function row(id, eid, list, f)
-  local refusal = ''
-  if tonumber(f.repeats_left or '0') > 0 then refusal = 'repeat' end
-  return { id, eid, list, f.data or '', tonumber(f.fence or '0'), tonumber(f.att or '0'),
-    tonumber(f.crashes or '0'), f.enqueued_at or '', f.dl or '', f.ckpt or '', refusal }
+local lines, blobs = {}, {}
+local function add_row(id, eid, list, f)
+  local refusal = tonumber(f.repeats_left or '0') > 0 and 'repeat' or '-'
+  local data, ckpt = f.data or '', f.ckpt or ''
+  lines[#lines + 1] = table.concat({ id, eid, list, f.fence, f.att or '0', f.crashes or '0',
+    f.enqueued_at or '-', f.dl or '-', refusal, #data, #ckpt }, ' ')
+  blobs[#blobs + 1] = data
+  if ckpt ~= '' then blobs[#blobs + 1] = ckpt end
+end
+
+local function reply(further)
+  if #lines == 0 then return { stamp_num, further } end
+  return { stamp_num, further, table.concat(lines, '\n'), table.concat(blobs) }
 end
 
 local last = call('GET', last_key)
 if last then
   local known = cmsgpack.unpack(last)
   if known[1] == nonce then
-    local reply = { stamp_num, known[3] }
     for _, j in ipairs(known[2]) do
       local lease = X .. 'lease:' .. queue_of(j[3])
       if call('ZSCORE', lease, j[1] .. ':' .. j[2]) then
         call('ZADD', lease, 'XX', lease_end, j[1] .. ':' .. j[2])
-        reply[#reply + 1] = row(j[1], j[2], j[3], fields(j[1], NAMES))
+        local f = fields(j[1], NAMES)
+        f.fence = f.fence or '1'
+        add_row(j[1], j[2], j[3], f)
       end
     end
-    return reply
+    return reply(known[3])
   end
 end
 
-local rows, known, further = {}, {}, 0
+local known, further = {}, 0
 local members, leases, wips = {}, {}, {}
 local cancelled_batches = {}
 
@@ -65,19 +79,26 @@ end
 
 -- `list` is what the id was popped from, or nil when it is still there (found by its deadline).
 -- Returns the job's tokens when it was handed out, else nil.
-local function accept(id, list, suspects)
-  local values = redis.pcall('HMGET', P .. ':job:' .. id, unpack(NAMES))
+local function accept(id, list, base, suspects)
+  local k = P .. ':job:' .. id
+  local names = FRESH
+  local values = redis.pcall('HMGET', k, unpack(names))
   if values.err or not string.match(id, '^[%w_-]+$') then
-    count(queue_of(list or ''), 'duplicates', 1)
+    count(base, 'duplicates', 1)
     return nil
   end
+  if not values[6] or values[7] or values[8] or values[1] ~= 'queued' then
+    names = NAMES
+    values = call('HMGET', k, unpack(names))
+  end
   local f = {}
-  for i, name in ipairs(NAMES) do
+  for i, name in ipairs(names) do
     if values[i] then f[name] = values[i] end
   end
-  local home = f.home or f.origin or list
-  local base = queue_of(home)
-  local k = P .. ':job:' .. id
+  -- A job is accounted where its id was found, whatever its hash may say.
+  local home = f.home or f.origin or list or base
+  if queue_of(home) ~= base or not string.match(home, '^[%w_./@-]+$') then home = list or base end
+  if names == NAMES and string.sub(home, -8) == '.suspect' then home = base end
   local leased = f.eid and f.eid ~= '' and call('ZSCORE', X .. 'lease:' .. base, id .. ':' .. f.eid)
   if f.status ~= 'queued' or leased then
     if not list then return nil end
@@ -100,18 +121,20 @@ local function accept(id, list, suspects)
     outstanding(base, f.est, 1)
     count(base, 'accepted', 1)
   end
+  local lies = list or f.origin or base
+  local crashes = tonumber(f.crashes or '0')
+  if crashes > 0 and not suspects and not list then return nil end
+  if f.origin ~= home then call('HSET', k, 'origin', home) end
   f.origin = home
   if f.home then
-    call('HSET', k, 'origin', home)
     call('HDEL', k, 'home')
   end
-  local crashes = tonumber(f.crashes or '0')
   if crashes > 0 and (f.started_at or '') == '' then
     crashes, f.crashes, f.att = 0, '0', '0'
     call('HDEL', k, 'crashes', 'att')
   end
   if f.dl and tonumber(f.dl) <= now or batch_cancelled(f.batch) then
-    if not list then ghost(f.origin, id, 1) end
+    if not list then ghost(lies, id, 1) end
     if batch_cancelled(f.batch) then
       close(id, f, now, 'canceled', 'cancelled', failure_ttl, 3, ARGV[11], ARGV[12])
     else
@@ -120,17 +143,17 @@ local function accept(id, list, suspects)
     return nil
   end
   if crashes > 0 and not suspects then
-    if not list then ghost(f.origin, id, 1) end
     requeue(id, f, home, false)
     return nil
   end
-  if not list then ghost(f.origin, id, 1) end
+  if not list then ghost(lies, id, 1) end
   if f.dl then call('ZREM', X .. 'deadline:' .. base, id) end
   f.fence = tonumber(f.fence or '0') + 1
-  local eid = nonce .. '-' .. #rows
+  local eid = nonce .. '-' .. #known
   local member = id .. ':' .. eid
   call('HSET', k, 'status', 'started', 'started_at', stamp, 'worker_name', worker, 'eid', eid,
     'fence', f.fence)
+  if names == NAMES and not f.x then call('HSET', k, 'x', '1') end
   if f.fence > 1 or f.ended_at then call('PERSIST', k) end
   call('HSET', P .. ':execution:' .. member, 'id', eid, 'job_id', id, 'created_at', stamp_num,
     'last_heartbeat', stamp_num, 'worker_name', worker)
@@ -146,7 +169,7 @@ local function accept(id, list, suspects)
   w[#w + 1] = '+inf'
   w[#w + 1] = member
   if f.ckpt then count(base, 'resumed', 1) end
-  rows[#rows + 1] = row(id, eid, home, f)
+  add_row(id, eid, home, f)
   known[#known + 1] = { id, eid, home }
   local p, o = string.match(f.est, '^(%d+),(%d+),')
   return tonumber(p or '0') + tonumber(o or '0')
@@ -155,27 +178,27 @@ end
 local function take_suspects(base)
   local list = base .. '.suspect'
   local k = P .. ':queue:' .. list
-  while #rows < math.min(most, 8) do
+  while #known < math.min(most, 8) do
     local id = call('LINDEX', k, 0)
     if not id then break end
     local crashes = tonumber(call('HGET', P .. ':job:' .. id, 'crashes') or '0')
-    if crashes > 1 and #rows > 0 then break end
+    if crashes > 1 and #known > 0 then break end
     call('LPOP', k)
-    if accept(id, list, true) and crashes > 1 then break end
+    if accept(id, list, base, true) and crashes > 1 then break end
   end
-  return #rows > 0
+  return #known > 0
 end
 
 local ROUND = 1000
 
-local function take_one_list(list)
+local function take_one_list(base, list)
   local k = P .. ':queue:' .. list
   local seen = 0
-  while #rows < most and seen < ROUND do
-    local ids = call('LPOP', k, most - #rows)
+  while #known < most and seen < ROUND do
+    local ids = call('LPOP', k, most - #known)
     if not ids or #ids == 0 then break end
     seen = seen + #ids
-    for _, id in ipairs(ids) do accept(id, list) end
+    for _, id in ipairs(ids) do accept(id, list, base) end
   end
 end
 
@@ -202,7 +225,7 @@ local function take_many_lists(base, open)
   end
   for _, o in ipairs(open) do look(o) end
   local seen = 0
-  while #rows < most and seen < ROUND do
+  while #known < most and seen < ROUND do
     local best
     for _, o in ipairs(open) do
       if o.id then
@@ -216,7 +239,7 @@ local function take_many_lists(base, open)
     if not best then break end
     seen = seen + 1
     call('LPOP', P .. ':queue:' .. best.list)
-    local tokens = accept(best.id, best.list)
+    local tokens = accept(best.id, best.list, base)
     if tokens then served[best.tenant] = served[best.tenant] + tokens end
     look(best)
   end
@@ -227,8 +250,8 @@ end
 
 local function take(base)
   local due = call('ZRANGEBYSCORE', X .. 'deadline:' .. base, '-inf', num(now + horizon),
-    'LIMIT', 0, most - #rows)
-  for _, id in ipairs(due) do accept(id, nil) end
+    'LIMIT', 0, most - #known)
+  for _, id in ipairs(due) do accept(id, nil, base) end
   local open = {}
   for _, list in ipairs(lists_of(base, 64)) do
     promote(list, now, 64)
@@ -238,9 +261,9 @@ local function take(base)
     end
   end
   if #open > 1 or (open[1] and open[1].list ~= base) then further = 1 end
-  if #rows >= most then return end
+  if #known >= most then return end
   if #open == 1 and open[1].tenant == '' then
-    take_one_list(open[1].list)
+    take_one_list(base, open[1].list)
   elseif #open > 0 then
     take_many_lists(base, open)
   end
@@ -253,7 +276,7 @@ local function claim()
     local turn = X .. 'turn:' .. base
     if call('EXISTS', P .. ':queue:' .. base .. '.suspect') == 1 then
       further = 1
-      if not busy and #rows == 0 then
+      if not busy and #known == 0 then
         local took = take_suspects(base)
         if call('GET', turn) == worker then call('UNLINK', turn) end
         if took then return end
@@ -266,12 +289,12 @@ local function claim()
       end
     end
     if call('EXISTS', X .. 'tenants:' .. base) == 1 then further = 1 end
-    if #rows < most then take(base) end
+    if #known < most then take(base) end
   end
 end
 if most > 0 then claim() end
 
-if #rows > 0 then
+if #known > 0 then
   for base, l in pairs(leases) do call('ZADD', X .. 'lease:' .. base, unpack(l)) end
   for list, w in pairs(wips) do call('ZADD', P .. ':wip:' .. list, unpack(w)) end
   call('SADD', worker_set, unpack(members))
@@ -281,6 +304,4 @@ if #rows > 0 then
   end
 end
 write_counts()
-local reply = { stamp_num, further }
-for _, r in ipairs(rows) do reply[#reply + 1] = r end
-return reply
+return reply(further)

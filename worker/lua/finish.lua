@@ -5,29 +5,36 @@
 --   P:queues, P:execution:*, P:executions:ID, P:worker:NAME, P:worker:NAME:executions, P:rl:*,
 --   x:lease:Q, x:n:Q, x:deadline:Q, x:dead:Q, x:history:ID, x:batch:B, x:batch:B:done, x:outbox
 -- KEYS: 1 P:worker:NAME
--- ARGV: clock, worker, result TTL, failure TTL, most attempts, then for each job: list, id,
---   execution, kind (1 answer, 2 failure, 3 expired, 4 to be tried again), result (base64), error
---   (base64), prompt tokens, output tokens, seconds until the next attempt, history line or ''
+-- ARGV: clock, worker, result TTL, failure TTL, most attempts, a line for each job ('list id
+--   execution kind prompt-tokens output-tokens delay result-bytes extra-bytes', kind 1 answer, 2
+--   failure, 3 expired, 4 to be tried again after `delay` seconds), then end to end for each job its
+--   result (base64) and for a failure JSON {error (base64), event (what the history keeps)}
 -- Returns a code a job: 1 committed, 2 committed by us earlier, 0 fenced, 3 cancelled or deleted,
 --   4 to be tried again, 5 dead
 
 local now = time(ARGV[1])
 local worker, result_ttl, failure_ttl = ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
 local most_attempts = tonumber(ARGV[5])
-local FIRST, STEP = 6, 10
 local stamp, stamp_num = iso(now), num(now)
 call('ZREM', X .. 'lease:', '')
+-- Without options (`x`, which a claim sets too) a job can have no others of NAMES.
+local PLAIN = { 'status', 'eid', 'started_at', 'est', 'batch', 'x' }
 local NAMES = { 'status', 'eid', 'started_at', 'est', 'batch', 'rate_limit_key', 'dl', 'att', 'crashes',
   'max_att', 'result_ttl', 'failure_ttl', 'retries_left', 'retry_intervals', 'ckpt',
-  'enqueue_at_front_on_retry', 'ghost' }
+  'enqueue_at_front_on_retry', 'ghost', 'success_callback_name', 'failure_callback_name' }
 
 -- leases of all jobs of a queue in one command
-local by_base = {}
-for i = FIRST, #ARGV, STEP do
-  local base = queue_of(ARGV[i])
+local by_base, jobs, at = {}, {}, 0
+for list, id, eid, kind, prompt, output, delay, size, more in string.gmatch(ARGV[6],
+  '(%S+) (%S+) (%S+) (%d) (%d+) (%d+) (%S+) (%d+) (%d+)') do
+  local base = queue_of(list)
+  local i = #jobs + 1
+  jobs[i] = { list, id, eid, tonumber(kind), tonumber(prompt), tonumber(output), tonumber(delay),
+    string.sub(ARGV[7], at + 1, at + size), string.sub(ARGV[7], at + size + 1, at + size + more) }
+  at = at + size + more
   by_base[base] = by_base[base] or { members = {}, at = {} }
   local t = by_base[base]
-  t.members[#t.members + 1] = ARGV[i + 1] .. ':' .. ARGV[i + 2]
+  t.members[#t.members + 1] = id .. ':' .. eid
   t.at[#t.at + 1] = i
 end
 local leased = {}
@@ -36,7 +43,7 @@ for base, t in pairs(by_base) do
   for j, i in ipairs(t.at) do leased[i] = scores[j] and true or false end
 end
 
-local codes, unlink, executions, dependents = {}, {}, {}, {}
+local codes, unlink, executions, dependents, callbacks = {}, {}, {}, {}, {}
 local registries, running, leases = {}, {}, {}
 local good, bad, worked = 0, 0, 0
 
@@ -46,12 +53,14 @@ local function add(t, k, v)
   l[#l + 1] = v
 end
 
-for i = FIRST, #ARGV, STEP do
-  local list, id, eid, kind = ARGV[i], ARGV[i + 1], ARGV[i + 2], tonumber(ARGV[i + 3])
+for i = 1, #jobs do
+  local list, id, eid, kind, prompt_tokens, output_tokens, delay, result, extra = unpack(jobs[i])
+  extra = extra ~= '' and cjson.decode(extra) or {}
   local base = queue_of(list)
   local member = id .. ':' .. eid
   local k = P .. ':job:' .. id
-  local f = fields(id, NAMES)
+  local f = fields(id, PLAIN)
+  if f.x or kind == 4 or not leased[i] then f = fields(id, NAMES) end
   local code
   if leased[i] and f.eid == eid and (f.status == 'started' or f.status == 'queued') then
     code = 1
@@ -80,7 +89,6 @@ for i = FIRST, #ARGV, STEP do
       bad = bad + 1
       local left = f.retries_left and tonumber(f.retries_left)
       local attempts = tonumber(f.att or '0') + 1
-      local delay = tonumber(ARGV[i + 8])
       local again
       if left then
         again = left > 0
@@ -91,12 +99,12 @@ for i = FIRST, #ARGV, STEP do
       else
         again = attempts < tonumber(f.max_att or most_attempts)
       end
-      if ARGV[i + 9] ~= '' then
-        local event = cjson.decode(ARGV[i + 9])
+      if extra.event then
+        local event = extra.event
         event.at, event.worker, event.event = now, worker, 'attempt failed'
         remember(id, failure_ttl, event)
       end
-      call('HSET', k, 'att', attempts)
+      call('HSET', k, 'att', attempts, 'x', '1')
       if again then
         code = 4
         count(base, 'retried', 1)
@@ -134,13 +142,13 @@ for i = FIRST, #ARGV, STEP do
     if code ~= 4 then
       local ttl, score
       if kind == 1 then ttl = life(f.result_ttl, result_ttl) else ttl = life(f.failure_ttl, failure_ttl) end
-      if ttl < 0 then score = kind == 1 and '+inf' or '-1' else score = num(now + ttl + SLACK) end
+      if ttl < 0 then score = kind == 1 and '+inf' or '-1' else score = whole(now + ttl + SLACK) end
       local status = kind == 1 and 'finished' or 'failed'
       call('HSET', k, 'status', status, 'ended_at', stamp)
       if f.ckpt or f.crashes then call('HDEL', k, 'ckpt', kind == 1 and 'crashes' or 'ckpt') end
       if f.crashes and kind == 1 then unlink[#unlink + 1] = X .. 'history:' .. id end
-      add_result(id, ttl, kind == 1 and 1 or 2, worker, eid, ARGV[i + 4], ARGV[i + 5],
-        started > 0 and num(started) or '', stamp_num)
+      add_result(id, ttl, kind == 1 and 1 or 2, worker, eid, result, extra.error,
+        num(started), stamp_num, f.x)
       if f.ghost then keep(id, -1) else keep(id, ttl) end
       local registry = P .. ':' .. status .. ':' .. list
       add(registries, registry, score)
@@ -150,12 +158,14 @@ for i = FIRST, #ARGV, STEP do
       if kind == 1 and p then
         count(base, 'done_est_prompt', tonumber(p))
         count(base, 'done_est_output', tonumber(o))
-        count(base, 'done_prompt', tonumber(ARGV[i + 6]))
-        count(base, 'done_output', tonumber(ARGV[i + 7]))
+        count(base, 'done_prompt', prompt_tokens)
+        count(base, 'done_output', output_tokens)
       end
       batch_done(f.batch, id)
       if f.rate_limit_key then limiter_release(f.rate_limit_key, id, now) end
       dependents[#dependents + 1] = id
+      local named = kind == 1 and f.success_callback_name or f.failure_callback_name
+      if named and named ~= '' then callbacks[id] = true end
     end
   end
   codes[#codes + 1] = code
@@ -171,9 +181,9 @@ if #dependents > 0 then
   for j, id in ipairs(dependents) do names[j] = P .. ':job:' .. id .. ':dependents' end
   local any = call('EXISTS', unpack(names)) > 0
   for j, id in ipairs(dependents) do
-    local c = call('HMGET', P .. ':job:' .. id, 'success_callback_name', 'failure_callback_name')
-    local named = (c[1] and c[1] ~= '') or (c[2] and c[2] ~= '')
-    if named or (any and call('EXISTS', names[j]) == 1) then call('RPUSH', X .. 'outbox', id) end
+    if callbacks[id] or (any and call('EXISTS', names[j]) == 1) then
+      call('RPUSH', X .. 'outbox', id)
+    end
   end
 end
 if good + bad > 0 and call('EXISTS', KEYS[1]) == 1 then

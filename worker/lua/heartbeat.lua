@@ -9,7 +9,7 @@
 
 local now = time(ARGV[1])
 local worker = ARGV[2]
-local lease_end = num(now + tonumber(ARGV[3]))
+local lease_end = whole(now + tonumber(ARGV[3]))
 call('ZREM', X .. 'lease:', '')
 local known = call('EXISTS', KEYS[1])
 if known == 1 then

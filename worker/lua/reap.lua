@@ -33,7 +33,7 @@ local function take_back(base, member)
   count(base, 'lapsed', 1)
   local crashes = tonumber(f.crashes or '0') + 1
   f.crashes = tostring(crashes)
-  call('HSET', P .. ':job:' .. id, 'crashes', crashes)
+  call('HSET', P .. ':job:' .. id, 'crashes', crashes, 'x', '1')
   remember(id, failure_ttl, { at = now, event = 'worker lost', worker = worker or '?',
     fence = tonumber(f.fence or '0') })
   if crashes >= most_crashes then

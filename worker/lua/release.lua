@@ -19,7 +19,7 @@ for i = 3, #ARGV, 5 do
   if call('ZSCORE', X .. 'lease:' .. base, id .. ':' .. eid) then
     if f.eid == eid and (f.status == 'started' or f.status == 'queued') then
       drop_execution(base, list, id, eid, worker)
-      if ARGV[i + 4] ~= '' then call('HSET', P .. ':job:' .. id, 'ckpt', ARGV[i + 4]) end
+      if ARGV[i + 4] ~= '' then call('HSET', P .. ':job:' .. id, 'ckpt', ARGV[i + 4], 'x', '1') end
       requeue(id, f, list, ARGV[i + 3] == '1')
       count(base, 'released', 1)
       code = 1
