@@ -3,6 +3,7 @@
 The device half's one door. Knows no queue, no text and no scheduling policy.
 """
 
+import logging
 import os
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from headrace.engine.models.config import ModelConfig
 from headrace.engine.models.decoder import Decoder, load_decoder
 from headrace.engine.sampler import Sampler
 from headrace.engine.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -156,7 +159,7 @@ def load_runner(config: EngineConfig) -> ModelRunner:
             " model supports"
         )
     with torch.inference_mode():
-        backend = TorchBackend(model, max_model_len, dtype, device)
+        backend = choose_backend(config, model, max_model_len, dtype, device)
         decoder = load_decoder(checkpoint, backend, dtype, device)
         cache = allocate(config, model, backend, dtype, device)
     capacity = cache.num_blocks * cache.block_size
@@ -168,6 +171,26 @@ def load_runner(config: EngineConfig) -> ModelRunner:
             )
         max_model_len = capacity
     return ModelRunner(config, checkpoint, decoder, backend, cache, max_model_len, dtype)
+
+
+def choose_backend(
+    config: EngineConfig,
+    model: ModelConfig,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Backend:
+    """The compiled CPU kernels where they take the shapes and numba is installed, else plain torch
+    (HEADRACE_BACKEND=torch chooses that too)."""
+    if os.environ.get("HEADRACE_BACKEND") != "torch" and device.type == "cpu":
+        try:
+            from headrace.engine.layers.cpu_backend import CpuBackend
+        except ImportError:
+            logger.warning("numba is missing: attention runs in plain torch, which is slower")
+        else:
+            if CpuBackend.serves(model, config.block_size, dtype):
+                return CpuBackend(model, max_model_len)
+    return TorchBackend(model, max_model_len, dtype, device)
 
 
 def default_model_name(model: str) -> str:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from headrace.engine.layers.backend import AttentionMetadata, HeadNorms, LayerKV
+from headrace.engine.layers.backend import AttentionMetadata, HeadNorms, LayerKV, lazy_zeros
 from headrace.engine.layers.rope import rope_table
 from headrace.engine.models.config import ModelConfig
 
@@ -62,6 +62,8 @@ class TorchBackend:
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
 
         def pool() -> Tensor:
+            if self._device.type == "cpu":
+                return lazy_zeros(shape, dtype)
             return torch.zeros(shape, dtype=dtype, device=self._device)
 
         return [LayerKV(pool(), pool()) for _ in range(config.num_layers)]

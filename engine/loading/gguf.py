@@ -173,7 +173,8 @@ def dequantized(file: GGUFFile, tensor: GGUFTensor) -> Tensor:
     from gguf import quants
 
     kind = _type_of(file, tensor)
-    rows = np.memmap(file.path, mode="r", offset=tensor.offset, shape=(_num_bytes(file, tensor),))
+    size = _num_bytes(file, tensor)
+    rows = np.asarray(np.memmap(file.path, mode="r", offset=tensor.offset, shape=(size,)))
     if kind.name in ("F32", "F16"):
         dtype = np.float32 if kind.name == "F32" else np.float16
         with warnings.catch_warnings():

@@ -1,0 +1,378 @@
+"""Compiled CPU kernels: norms, gating, rope with the KV store, and paged attention, in float32.
+
+Each kernel is `void f(int64 *args)`: addresses and sizes, the first entry a counter from which the
+threads of one launch claim work. `layers.cpu_backend` fills the arguments and describes the layouts:
+keys [block, kv_head, head_dim, block_size], values [block, kv_head, block_size, head_dim].
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from numba import carray, cfunc, njit
+
+from headrace.engine.layers.cpu_simd import (
+    LANES,
+    MIX_TILES,
+    MIX_VECTORS,
+    SCORE_BLOCKS,
+    SCORE_TILES,
+    as_float,
+    claim,
+    exp2,
+    floats_at,
+    integers_at,
+    mix_tiles,
+    score_tiles,
+    softmax_step,
+)
+
+# Only what lets a sum be vectorized: numba puts these flags on every instruction, and more of them
+# would undo exp2's rounding trick and hide NaN.
+_OPTIONS: dict[str, Any] = {
+    "cache": True,
+    "error_model": "numpy",
+    "fastmath": {"contract"},
+}
+_SUMS = {**_OPTIONS, "fastmath": {"contract", "reassoc", "nsz"}}
+_SIGNATURE = "void(CPointer(int64))"
+_LOG2_E = 1.4426950408889634
+
+CHUNK = 64
+"""Keys that a tile of queries looks at before its softmax moves on."""
+
+TILE_FIELDS = 6
+"""Of a tile of queries: first entry and count in the token list, block table row, first and last
+key position (exclusive), and what to do with the running state (START, SAVE, RESUME)."""
+START, SAVE, RESUME = 0, 1, 2
+
+
+def scratch_floats(rows: int, head_dim: int, chunk: int = CHUNK) -> int:
+    """float32 entries of work space that one thread of the attention kernel needs."""
+    addresses = 2 * 2 * (chunk // LANES)  # two lists of int64
+    return rows * (2 * head_dim + chunk + 2) + addresses + 2 * LANES
+
+
+@njit(inline="always", fastmath={"contract", "reassoc", "nsz"})
+def _square_sum(row: Any, size: Any) -> Any:
+    total = row[0] * 0
+    for i in range(size):
+        total += row[i] * row[i]
+    return total
+
+
+@cfunc(_SIGNATURE, **_SUMS)
+def add_rms_norm(args: Any) -> None:
+    """args: counter, x, delta (0: none), weight, out, rows, size, eps, rows a claim."""
+    a = carray(args, (9,))
+    counter, x, delta, weight_at, out = a[0], a[1], a[2], a[3], a[4]
+    rows, size, eps, grain = a[5], a[6], as_float(a[7]), a[8]
+    weight = carray(floats_at(weight_at), (size,))
+    while True:
+        first = claim(counter) * grain
+        if first >= rows:
+            break
+        for r in range(first, min(first + grain, rows)):
+            source = carray(floats_at(x + 4 * r * size), (size,))
+            target = carray(floats_at(out + 4 * r * size), (size,))
+            if delta != 0:
+                change = carray(floats_at(delta + 4 * r * size), (size,))
+                for i in range(size):
+                    source[i] += change[i]
+            scale = 1.0 / (_square_sum(source, size) / size + eps) ** 0.5
+            for i in range(size):
+                target[i] = source[i] * scale * weight[i]
+
+
+@cfunc(_SIGNATURE, **_OPTIONS)
+def silu_mul(args: Any) -> None:
+    """args: counter, gate_up, out, rows, size, rows a claim."""
+    a = carray(args, (6,))
+    counter, gate_up, out, rows, size, grain = a[0], a[1], a[2], a[3], a[4], a[5]
+    while True:
+        first = claim(counter) * grain
+        if first >= rows:
+            break
+        for r in range(first, min(first + grain, rows)):
+            gate = carray(floats_at(gate_up + 8 * r * size), (size,))
+            up = carray(floats_at(gate_up + 8 * r * size + 4 * size), (size,))
+            target = carray(floats_at(out + 4 * r * size), (size,))
+            for i in range(size):
+                decay = exp2(min(gate[i] * -_LOG2_E, 126.0))
+                target[i] = gate[i] / (1 + decay) * up[i]
+
+
+@njit(inline="always")
+def _rotate(head: Any, cos: Any, sin: Any, half: Any, scale: Any) -> None:
+    for i in range(half):
+        first, second = head[i], head[i + half]
+        head[i] = (first * cos[i] - second * sin[i]) * scale
+        head[i + half] = (second * cos[i] + first * sin[i]) * scale
+
+
+@njit(inline="always")
+def _normalize(head: Any, weight: Any, size: Any, eps: Any) -> None:
+    scale = 1.0 / (_square_sum(head, size) / size + eps) ** 0.5
+    for i in range(size):
+        head[i] = head[i] * scale * weight[i]
+
+
+@cfunc(_SIGNATURE, **_SUMS)
+def rope_and_store(args: Any) -> None:
+    """args: counter, qkv, tokens, heads, kv heads, head_dim, cos, sin, positions, slots, keys,
+    values, block size, query scale, query norm (0: none), key norm, eps, tokens a claim.
+
+    Queries are rotated in place and scaled for base-2 softmax.
+    """
+    a = carray(args, (18,))
+    counter, qkv, tokens, heads, kv_heads, head_dim = a[0], a[1], a[2], a[3], a[4], a[5]
+    cos_at, sin_at, keys, values, block_size = a[6], a[7], a[10], a[11], a[12]
+    scale, eps, grain = as_float(a[13]), as_float(a[16]), a[17]
+    positions = carray(integers_at(a[8]), (tokens,))
+    slots = carray(integers_at(a[9]), (tokens,))
+    half = head_dim // 2
+    normed = a[14] != 0
+    query_norm = carray(floats_at(a[14]), (head_dim,))
+    key_norm = carray(floats_at(a[15]), (head_dim,))
+    width = (heads + 2 * kv_heads) * head_dim
+    while True:
+        first = claim(counter) * grain
+        if first >= tokens:
+            break
+        for t in range(first, min(first + grain, tokens)):
+            cos = carray(floats_at(cos_at + 4 * positions[t] * half), (half,))
+            sin = carray(floats_at(sin_at + 4 * positions[t] * half), (half,))
+            block, offset = slots[t] // block_size, slots[t] % block_size
+            row = qkv + 4 * t * width
+            for h in range(heads):
+                head = carray(floats_at(row + 4 * h * head_dim), (head_dim,))
+                if normed:
+                    _normalize(head, query_norm, head_dim, eps)
+                _rotate(head, cos, sin, half, scale)
+            for g in range(kv_heads):
+                head = carray(floats_at(row + 4 * (heads + g) * head_dim), (head_dim,))
+                if normed:
+                    _normalize(head, key_norm, head_dim, eps)
+                _rotate(head, cos, sin, half, 1.0)
+                place = (block * kv_heads + g) * head_dim * block_size
+                columns = carray(
+                    floats_at(keys + 4 * (place + offset)), ((head_dim - 1) * block_size + 1,)
+                )
+                for i in range(head_dim):
+                    columns[i * block_size] = head[i]
+                source = carray(
+                    floats_at(row + 4 * (heads + kv_heads + g) * head_dim), (head_dim,)
+                )
+                target = carray(floats_at(values + 4 * (place + offset * head_dim)), (head_dim,))
+                for i in range(head_dim):
+                    target[i] = source[i]
+
+
+def _score_rows(sizes: Sequence[int], tiles: Sequence[Callable[..., Any]]) -> Any:
+    """scores of any number of rows: the largest tile as often as it fits, then the next."""
+    size, tile = sizes[0], tiles[0]
+    if len(sizes) == 1:
+
+        @njit
+        def rest(
+            rows: Any, query: Any, keys: Any, stride: Any, head_dim: Any, scores: Any, chunk: Any
+        ) -> None:
+            return
+
+    else:
+        rest = _score_rows(sizes[1:], tiles[1:])
+
+    @njit
+    def run(
+        rows: Any, query: Any, keys: Any, stride: Any, head_dim: Any, scores: Any, chunk: Any
+    ) -> None:
+        row = 0
+        while rows - row >= size:
+            tile(query + 4 * row * head_dim, keys, stride, head_dim, scores + 4 * row * chunk, chunk)
+            row += size
+        if row < rows:
+            rest(
+                rows - row,
+                query + 4 * row * head_dim,
+                keys,
+                stride,
+                head_dim,
+                scores + 4 * row * chunk,
+                chunk,
+            )
+
+    return run
+
+
+def _mix_rows(sizes: Sequence[int], tiles: Sequence[Callable[..., Any]]) -> Any:
+    """Weighted values of any number of rows, for one group of columns."""
+    size, tile = sizes[0], tiles[0]
+    if len(sizes) == 1:
+
+        @njit
+        def rest(
+            rows: Any, weights: Any, chunk: Any, values: Any, column: Any, n: Any, d: Any, out: Any
+        ) -> None:
+            return
+
+    else:
+        rest = _mix_rows(sizes[1:], tiles[1:])
+
+    @njit
+    def run(
+        rows: Any, weights: Any, chunk: Any, values: Any, column: Any, n: Any, d: Any, out: Any
+    ) -> None:
+        row = 0
+        while rows - row >= size:
+            tile(weights + 4 * row * chunk, chunk, values, column, n, d, out + 4 * row * d)
+            row += size
+        if row < rows:
+            rest(
+                rows - row, weights + 4 * row * chunk, chunk, values, column, n, d, out + 4 * row * d
+            )
+
+    return run
+
+
+_scores_wide = _score_rows(SCORE_TILES, score_tiles(SCORE_BLOCKS))
+_scores_narrow = _score_rows(SCORE_TILES, score_tiles(1))
+_mix_wide = _mix_rows(MIX_TILES, mix_tiles(MIX_VECTORS))
+_mix_narrow = _mix_rows(MIX_TILES, mix_tiles(1))
+
+
+@cfunc(_SIGNATURE, **_OPTIONS)
+def paged_attention(args: Any) -> None:
+    """args: counter, thread counter, query (row 0), its token stride, out, state, tiles, number of
+    tiles, tokens, positions, block tables, table stride, keys, values, heads, kv heads, head_dim,
+    block size, window (0: none), scratch, scratch stride.
+
+    A piece of work is one tile of queries and one kv head: the rows are its tokens' query heads of
+    that group. Keys are taken CHUNK at a time with an online softmax, whose state (maximum and sum
+    a row, the unscaled output in `out`) may be saved by one launch and resumed by the next: that is
+    how attention to a shared prefix is merged with attention to a sequence's own keys.
+    """
+    a = carray(args, (21,))
+    counter, query_at, query_stride, out_at, state_at = a[0], a[2], a[3], a[4], a[5]
+    num_tiles, table_stride, keys_at, values_at = a[7], a[11], a[12], a[13]
+    heads, kv_heads, head_dim, block_size, window = a[14], a[15], a[16], a[17], a[18]
+    tiles = carray(integers_at(a[6]), (num_tiles, TILE_FIELDS))
+    group = heads // kv_heads
+    block_floats = head_dim * block_size
+    parts = block_size // LANES
+
+    scratch = a[19] + 4 * a[20] * claim(a[1])
+    key_list_at = scratch
+    value_list_at = key_list_at + 8 * (CHUNK // LANES)
+    scores_at = value_list_at + 8 * (CHUNK // LANES)
+    key_list = carray(integers_at(key_list_at), (CHUNK // LANES,))
+    value_list = carray(integers_at(value_list_at), (CHUNK // LANES,))
+
+    while True:
+        work = claim(counter)
+        if work >= num_tiles * kv_heads:
+            break
+        tile, g = work // kv_heads, work % kv_heads
+        first_token, count = tiles[tile, 0], tiles[tile, 1]
+        begin, end, mode = tiles[tile, 3], tiles[tile, 4], tiles[tile, 5]
+        tokens = carray(integers_at(a[8] + 8 * first_token), (count,))
+        positions = carray(integers_at(a[9]), (1 << 40,))
+        table = carray(integers_at(a[10] + 8 * tiles[tile, 2] * table_stride), (table_stride,))
+        rows = count * group
+        local_query = scores_at + 4 * rows * CHUNK
+        local_out = local_query + 4 * rows * head_dim
+        local_state = local_out + 4 * rows * head_dim
+
+        for i in range(count):
+            for h in range(group):
+                row = i * group + h
+                head = g * group + h
+                source = carray(
+                    floats_at(query_at + 4 * (tokens[i] * query_stride + head * head_dim)),
+                    (head_dim,),
+                )
+                target = carray(floats_at(local_query + 4 * row * head_dim), (head_dim,))
+                total = carray(floats_at(local_out + 4 * row * head_dim), (head_dim,))
+                state = carray(floats_at(local_state + 8 * row), (2,))
+                for d in range(head_dim):
+                    target[d] = source[d]
+                if mode == RESUME:
+                    place = tokens[i] * heads + head
+                    saved = carray(floats_at(out_at + 4 * place * head_dim), (head_dim,))
+                    saved_state = carray(floats_at(state_at + 8 * place), (2,))
+                    for d in range(head_dim):
+                        total[d] = saved[d]
+                    state[0], state[1] = saved_state[0], saved_state[1]
+                else:
+                    for d in range(head_dim):
+                        total[d] = 0.0
+                    state[0], state[1] = -1e30, 0.0
+
+        if window > 0:
+            oldest = positions[tokens[0]] - window + 1
+            if oldest > begin:
+                begin = oldest // LANES * LANES
+        while begin < end:
+            num_keys = min(CHUNK, end - begin)
+            vectors = (num_keys + LANES - 1) // LANES
+            for v in range(vectors):
+                at = begin + v * LANES
+                block = table[at // block_size]
+                part = at % block_size // LANES
+                base = (block * kv_heads + g) * block_floats
+                key_list[v] = keys_at + 4 * (base + part * LANES)
+                value_list[v] = values_at + 4 * (base + part * LANES * head_dim)
+            v = 0
+            while v + SCORE_BLOCKS <= vectors:
+                _scores_wide(
+                    rows, local_query, key_list_at + 8 * v, block_size, head_dim,
+                    scores_at + 4 * v * LANES, CHUNK,
+                )  # fmt: skip
+                v += SCORE_BLOCKS
+            while v < vectors:
+                _scores_narrow(
+                    rows, local_query, key_list_at + 8 * v, block_size, head_dim,
+                    scores_at + 4 * v * LANES, CHUNK,
+                )  # fmt: skip
+                v += 1
+            for i in range(count):
+                last = positions[tokens[i]]
+                high = min(num_keys, last + 1 - begin)
+                low = 0
+                if window > 0:
+                    low = min(max(0, last - window + 1 - begin), max(high, 0))
+                for h in range(group):
+                    row = i * group + h
+                    shrink = softmax_step(
+                        scores_at + 4 * row * CHUNK, vectors, low, max(high, low),
+                        local_state + 8 * row,
+                    )  # fmt: skip
+                    if shrink != 1.0:
+                        total = carray(floats_at(local_out + 4 * row * head_dim), (head_dim,))
+                        for d in range(head_dim):
+                            total[d] *= shrink
+            column = 0
+            while column + MIX_VECTORS * LANES <= head_dim:
+                _mix_wide(
+                    rows, scores_at, CHUNK, value_list_at, column, num_keys, head_dim, local_out
+                )
+                column += MIX_VECTORS * LANES
+            while column < head_dim:
+                _mix_narrow(
+                    rows, scores_at, CHUNK, value_list_at, column, num_keys, head_dim, local_out
+                )
+                column += LANES
+            begin += CHUNK
+
+        for i in range(count):
+            for h in range(group):
+                row = i * group + h
+                place = tokens[i] * heads + g * group + h
+                total = carray(floats_at(local_out + 4 * row * head_dim), (head_dim,))
+                state = carray(floats_at(local_state + 8 * row), (2,))
+                target = carray(floats_at(out_at + 4 * place * head_dim), (head_dim,))
+                scale = 1.0 / state[1]
+                if mode == SAVE:
+                    saved_state = carray(floats_at(state_at + 8 * place), (2,))
+                    saved_state[0], saved_state[1] = state[0], state[1]
+                    scale = 1.0
+                for d in range(head_dim):
+                    target[d] = total[d] * scale
