@@ -19,6 +19,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/headrace demo
 
+# Passive: many test processes share few cores, and a spinning thread pool starves the others.
+test: export OMP_WAIT_POLICY := PASSIVE
 test: $(READY)
 	$(BIN)/python -m pytest
 
