@@ -211,7 +211,7 @@ class Engine:
                     finished.extend(self._finish(seq))
                 else:
                     progressed.append(seq)
-            finished.extend(self._condemn(self._faults.succeeded()))
+            finished.extend(self._condemn(self._faults.succeeded(_ids(batch))))
         counts = self._scheduler.take_counts()
         seconds = time.perf_counter() - started
         stats = StepStats(
@@ -321,12 +321,13 @@ class Engine:
         scheduler.token_limit = faults.token_limit
         batch = None
         while batch is None:
-            only = faults.subset(scheduler.running_ids()) if faults.searching else None
-            batch = scheduler.schedule(only)
-            if batch is not None or not faults.searching:
+            restriction = faults.restriction(scheduler.running_ids()) if faults.searching else None
+            if restriction is None:
+                batch = scheduler.schedule()
                 break
-            if not faults.next_suspects():
-                self._ended.extend(self._condemn(faults.verdict()))
+            batch = scheduler.schedule(restriction.only, restriction.admit)
+            if batch is None:
+                self._ended.extend(self._condemn(faults.nothing_to_run()))
         if batch is None:
             return False
         began = time.perf_counter()
@@ -361,7 +362,10 @@ class Engine:
             self._device_seconds += time.perf_counter() - began
 
     def _blame(self, batch: ScheduledBatch, error: Exception) -> None:
-        self._faults.failed([row.seq_id for row in batch.rows], batch.num_tokens, error)
+        seq_ids = _ids(batch)
+        if len(seq_ids) == 1:
+            self._scheduler.withdraw_prefix(seq_ids[0])
+        self._faults.failed(seq_ids, batch.num_tokens, error)
 
     def _condemn(self, failures: dict[int, Failure]) -> list[Sequence]:
         ended: list[Sequence] = []
@@ -370,3 +374,7 @@ class Engine:
             if seq is not None:
                 ended.extend(self._fail(seq, failure))
         return ended
+
+
+def _ids(batch: ScheduledBatch) -> list[int]:
+    return [row.seq_id for row in batch.rows]

@@ -162,10 +162,12 @@ class Scheduler:
         expected = self.predictor.expected_output(seq)
         self._waiting.add(Waiter(seq.seq_id, entry.keys, seq.num_tokens, expected))
 
-    def schedule(self, only: AbstractSet[int] | None = None) -> ScheduledBatch | None:
+    def schedule(
+        self, only: AbstractSet[int] | None = None, admit: bool = True
+    ) -> ScheduledBatch | None:
         """The next step; None when nothing can be computed now.
 
-        `only`: of the running sequences just these, and no newcomers.
+        `only`: of the running sequences just these; `admit`: newcomers too.
         """
         plan = _Plan(self._step + 1, self.token_limit)
         prefills = self._schedule_decodes(plan, only)
@@ -174,7 +176,7 @@ class Scheduler:
                 break
             if entry.seq.seq_id in self._running:
                 self._plan_row(plan, entry, self._todo(entry))
-        if only is None and not plan.preempted:
+        if admit and not plan.preempted:
             self._admit(plan)
         self._waiting.end_step()
         if not plan.rows:
@@ -250,6 +252,12 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED
         if answered:
             self.predictor.ended(seq)
+
+    def withdraw_prefix(self, seq_id: int) -> None:
+        """Nobody is to wait for what this sequence computes: it may not get there."""
+        entry = self._running.get(seq_id)
+        if entry is not None:
+            self._withdraw(entry, entry.announced_to)
 
     def take_counts(self) -> ScheduleCounts:
         counts, self.counts = self.counts, ScheduleCounts()
