@@ -110,17 +110,13 @@ class Child:
             row.version = str(ready["version"])
             row.load_s = float(ready["load_seconds"])
 
+    def warm(self) -> None:
+        """Run a few requests, not counted."""
+        self._say("warm")
+
     def run(self) -> None:
-        if self.row.error:
-            return
-        if self._process.stdin is None:
-            raise RuntimeError("the child was started without a pipe")
-        try:
-            self._process.stdin.write("run\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass
-        done = self._read()
+        """Run the workload and add it to the row."""
+        done = self._say("run")
         if done is None:
             return
         row = self.row
@@ -131,6 +127,18 @@ class Child:
         row.output_tokens = sum(map(len, row.token_ids))
         row.peak_rss_bytes = max(row.peak_rss_bytes, int(done["peak_rss_bytes"]))
         row.details = done["details"]
+
+    def _say(self, word: str) -> dict[str, Any] | None:
+        if self.row.error:
+            return None
+        if self._process.stdin is None:
+            raise RuntimeError("the child was started without a pipe")
+        try:
+            self._process.stdin.write(word + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            click.echo(f"  {self.row.system} has ended", err=True)
+        return self._read()
 
     def close(self) -> None:
         if self._process.stdin is not None:
@@ -164,7 +172,7 @@ def compare(
     threads: int,
     repeats: int,
 ) -> list[Row]:
-    """Load every system, run each once to warm up, then `repeats` times in turn."""
+    """Load every system, warm it up with a few requests, then run each `repeats` times in turn."""
     prompt_tokens = sum(
         len(json.loads(line)["prompt_token_ids"]) for line in workload_path.read_text().splitlines()
     )
@@ -174,17 +182,14 @@ def compare(
         click.echo(f"  loading {system.name} ({system.dtype})", err=True)
         children.append(Child(system, model, workload_path, threads, row))
     try:
-        for turn in range(repeats + 1):
+        for child in children:
+            child.warm()
+        for _ in range(repeats):
             for child in children:
                 child.run()
                 row = child.row
                 last = f"{row.times_s[-1]:.2f} s" if row.times_s else row.error
-                note = " (warm-up, not counted)" if turn == 0 else ""
-                click.echo(f"  {workload} {row.system} {row.dtype}: {last}{note}", err=True)
-            if turn == 0:
-                for row in rows:
-                    row.times_s.clear()
-                    row.first_token_s.clear()
+                click.echo(f"  {workload} {row.system} {row.dtype}: {last}", err=True)
     finally:
         for child in children:
             child.close()

@@ -1,12 +1,11 @@
 """Our engine alone: all requests added at once, stepped until done."""
 
 import time
-from collections.abc import Callable
 
-from headrace.worker.bench.peers.protocol import Options, Run, serve
+from headrace.worker.bench.peers.protocol import Options, PeerRequest, Run, Runner, serve
 
 
-def load(options: Options) -> tuple[str, Callable[[], Run]]:
+def load(options: Options) -> tuple[str, Runner]:
     import torch
 
     from headrace.engine.config import EngineConfig
@@ -30,10 +29,9 @@ def load(options: Options) -> tuple[str, Callable[[], Run]]:
             deduplicate=False,
         )
     )
-    requests = options.requests()
     turn = 0
 
-    def run() -> Run:
+    def run(requests: list[PeerRequest]) -> Run:
         nonlocal turn
         # A new salt empties the prefix cache for this run: nothing of an earlier run is found.
         turn += 1

@@ -40,12 +40,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Run:
-    """One run over the whole workload. Seconds from the first submit to the last token."""
+    """One run over the whole workload. Seconds from the first submit to the last token.
+    `peak_rss_bytes` where the work is done by another process than this one."""
 
     seconds: float
     token_ids: list[list[int]]
     first_token_seconds: float | None = None
     details: dict[str, object] = field(default_factory=dict)
+    peak_rss_bytes: int | None = None
 
 
 def options() -> Options:
@@ -60,11 +62,16 @@ def options() -> Options:
     return Options(args.model, args.workload, args.dtype, args.threads, extra)
 
 
-def serve(load: Callable[[Options], tuple[str, Callable[[], Run]]]) -> None:
+Runner = Callable[[list[PeerRequest]], Run]
+"""Empties the system's caches, then answers the requests."""
+
+
+def serve(load: Callable[[Options], tuple[str, Runner]]) -> None:
     """Load, say so, then run on demand until stdin closes.
 
-    `load` returns the system's version and a function that empties its caches and runs the
-    workload once. Standard output is the protocol's: what the system prints goes to stderr.
+    `load` returns the system's version and what runs it. `warm` on stdin runs a few requests with
+    few tokens, `run` the whole workload. Standard output is the protocol's: what the system prints
+    goes to stderr.
     """
     chosen = options()
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -72,18 +79,18 @@ def serve(load: Callable[[Options], tuple[str, Callable[[], Run]]]) -> None:
     started = time.perf_counter()
     version, run = load(chosen)
     _say(channel, event="ready", version=version, load_seconds=time.perf_counter() - started)
+    requests = chosen.requests()
+    few = [PeerRequest(r.id, r.prompt_token_ids, min(r.max_tokens, 4)) for r in requests[:4]]
     for line in sys.stdin:
-        if line.strip() != "run":
-            break
-        done = run()
+        done = run(few if line.strip() == "warm" else requests)
         _say(
             channel,
-            event="run",
+            event="done",
             seconds=done.seconds,
             first_token_seconds=done.first_token_seconds,
             token_ids=done.token_ids,
             details=done.details,
-            peak_rss_bytes=_peak_rss(),
+            peak_rss_bytes=done.peak_rss_bytes or _peak_rss(),
         )
 
 

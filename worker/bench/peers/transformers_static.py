@@ -1,14 +1,13 @@
 """Transformers' `generate` in static batches of 16, left-padded, on the same weights."""
 
 import time
-from collections.abc import Callable
 
-from headrace.worker.bench.peers.protocol import Options, Run, serve
+from headrace.worker.bench.peers.protocol import Options, PeerRequest, Run, Runner, serve
 
 BATCH = 16
 
 
-def load(options: Options) -> tuple[str, Callable[[], Run]]:
+def load(options: Options) -> tuple[str, Runner]:
     from pathlib import Path
 
     import torch
@@ -24,7 +23,6 @@ def load(options: Options) -> tuple[str, Callable[[], Run]]:
         folder, dtype=getattr(torch, options.dtype), **source
     )
     model.eval()
-    requests = options.requests()
 
     class Clock(transformers.StoppingCriteria):  # type: ignore[misc]
         first: float | None = None
@@ -36,7 +34,7 @@ def load(options: Options) -> tuple[str, Callable[[], Run]]:
                 self.first = time.perf_counter()
             return torch.zeros(input_ids.shape[0], dtype=torch.bool)
 
-    def run() -> Run:
+    def run(requests: list[PeerRequest]) -> Run:
         clock = Clock()
         outputs: list[list[int]] = []
         started = time.perf_counter()
