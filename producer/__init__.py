@@ -1,5 +1,6 @@
 """The public names of the producer's side. Nothing here imports torch or anything of the worker."""
 
+from headrace.producer.aio import AsyncClient, AsyncJob
 from headrace.producer.client import Client, Job
 from headrace.producer.errors import (
     HeadraceError,
@@ -25,6 +26,8 @@ from headrace.producer.operations import (
 from headrace.producer.schemas import Failure, Message, Request, Result
 
 __all__ = [
+    "AsyncClient",
+    "AsyncJob",
     "BatchStatus",
     "CancelOutcome",
     "Client",

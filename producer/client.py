@@ -17,8 +17,9 @@ from typing import Any, Self, TypeVar
 
 import redis
 
-from headrace.producer import connection, keys, operations, submission
+from headrace.producer import connection, explain, keys, operations, submission
 from headrace.producer.errors import QueueFull, error_for
+from headrace.producer.explain import Explanation
 from headrace.producer.operations import (
     BatchStatus,
     CancelOutcome,
@@ -88,42 +89,23 @@ class Client:
         messages: Sequence[Mapping[str, Any]] | None = None,
         job_id: str | None = None,
         idempotency_key: str | None = None,
-        queue: str | None = None,
-        priority: keys.Priority = "normal",
-        tenant: str | None = None,
-        batch: str | None = None,
-        deadline: float | None = None,
-        start_at: float | None = None,
-        max_attempts: int | None = None,
-        result_ttl: int | None = None,
-        failure_ttl: int | None = None,
         **fields: Any,
     ) -> Job:
         """Send one request: a prompt (text or token ids) or messages.
 
-        `fields`: sampling parameters in their usual names, `model`, `custom_id`, `metadata`,
-        `chat_template_kwargs`. `deadline` and `start_at` are Unix seconds. The same `job_id` or
-        `idempotency_key` with the same body is the same job, with another body an
-        IdempotencyConflict. Raises InvalidRequest for a request that can't be sent, QueueFull when
-        admission is refused.
+        `fields`: what `schemas.Request` has (`model`, `custom_id`, `metadata`, the sampling
+        parameters in their usual names) and what `submission.Options` has (`queue`, `priority`,
+        `tenant`, `batch`, `deadline`, ...). The same `job_id` or `idempotency_key` with the same
+        body is the same job, with another body an IdempotencyConflict. Raises InvalidRequest for a
+        request that can't be sent, QueueFull when admission is refused.
         """
-        request = submission.request_of(prompt, messages, fields)
+        options, rest = submission.split(fields)
+        request = submission.request_of(prompt, messages, rest)
         if idempotency_key is not None and job_id is None:
             job_id = operations.idempotent_id(idempotency_key)
-        options = submission.Options(
-            queue=queue,
-            priority=priority,
-            tenant=tenant,
-            batch=batch,
-            deadline=deadline,
-            start_at=start_at,
-            max_attempts=max_attempts,
-            result_ttl=result_ttl,
-            failure_ttl=failure_ttl,
-        )
         self._check_memory()
         ids = [job_id] if job_id is not None else None
-        (accepted,) = self._run(submission.submit([request], options, self.settings, ids))
+        (accepted,) = self.run(submission.submit([request], options, self.settings, ids))
         return Job(accepted, self)
 
     def submit_many(
@@ -131,41 +113,23 @@ class Client:
         requests: Iterable[RequestLike],
         *,
         job_ids: Iterable[str] | None = None,
-        queue: str | None = None,
-        priority: keys.Priority = "normal",
-        tenant: str | None = None,
-        batch: str | None = None,
-        deadline: float | None = None,
-        start_at: float | None = None,
-        max_attempts: int | None = None,
-        result_ttl: int | None = None,
-        failure_ttl: int | None = None,
         chunk: int = operations.MANY,
         block: float | None = None,
-        **defaults: Any,
+        **fields: Any,
     ) -> list[Job]:
         """Send many requests (prompts, mappings or Requests), one round trip a chunk.
 
-        `defaults` fill the fields that a request leaves unset. `block`: seconds to wait for space
-        where admission is limited; None raises QueueFull at once, its `accepted` says what got in.
+        `fields` as for `submit`: options of them all, and defaults for what a request leaves
+        unset. `block`: seconds to wait for space where admission is limited; None raises QueueFull
+        at once, its `accepted` says what got in.
         """
-        options = submission.Options(
-            queue=queue,
-            priority=priority,
-            tenant=tenant,
-            batch=batch,
-            deadline=deadline,
-            start_at=start_at,
-            max_attempts=max_attempts,
-            result_ttl=result_ttl,
-            failure_ttl=failure_ttl,
-        )
+        options, defaults = submission.split(fields)
         end = None if block is None else time.monotonic() + block
         jobs: list[Job] = []
-        for requests_, ids in submission.chunked(requests, job_ids, defaults, chunk):
+        for some, ids in submission.chunked(requests, job_ids, defaults, chunk):
             try:
                 self._check_memory(end)
-                accepted = self._run(submission.submit(requests_, options, self.settings, ids, end))
+                accepted = self.run(submission.submit(some, options, self.settings, ids, end))
             except QueueFull as error:
                 earlier = tuple(job.id for job in jobs)
                 raise QueueFull(str(error), earlier + error.accepted) from error
@@ -196,7 +160,7 @@ class Client:
                 if not waiting:
                     return
                 job = waiting[0]
-                result = self._run(operations.wait_result(job.id, timeout))
+                result = self.run(operations.wait_result(job.id, timeout))
                 waiting.popleft()
                 self.forget([job.id])
                 yield result
@@ -209,11 +173,11 @@ class Client:
         return Job(keys.check_id("job_id", job_id), self)
 
     def status(self, job_id: str) -> JobState:
-        return self._run(operations.status(job_id))
+        return self.run(operations.status(job_id))
 
     def result(self, job_id: str, timeout: float | None = None) -> Result:
         """As `Job.result`."""
-        result = self._run(operations.wait_result(job_id, timeout))
+        result = self.run(operations.wait_result(job_id, timeout))
         error = error_for(result)
         if error is not None:
             raise error
@@ -223,7 +187,7 @@ class Client:
         """Results of those that have ended, failures included; one round trip, no waiting."""
         found: dict[str, Result] = {}
         for some in connection.chunks(list(job_ids), operations.MANY):
-            found |= self._run(operations.read_results(some))
+            found |= self.run(operations.read_results(some))
         return found
 
     def cancel(self, job_id: str) -> CancelOutcome:
@@ -233,25 +197,25 @@ class Client:
     def cancel_many(self, job_ids: Sequence[str]) -> list[CancelOutcome]:
         outcomes: list[CancelOutcome] = []
         for some in connection.chunks(list(job_ids), operations.MANY):
-            replies = self._run(operations.cancel(some, self.settings))
+            replies = self.run(operations.cancel(some, self.settings))
             outcomes += [reply or CancelOutcome.NOT_FOUND for reply in replies]
         return outcomes
 
     def forget(self, job_ids: Sequence[str]) -> int:
         """Delete the records of ended jobs; how many. Jobs still under way are left alone."""
-        return self._run(operations.forget(list(job_ids), self.settings))
+        return self.run(operations.forget(list(job_ids), self.settings))
 
     def workers(self) -> list[WorkerInfo]:
         """Live workers, with what they serve and their state."""
-        return self._run(operations.workers())
+        return self.run(operations.workers())
 
     def create_batch(self, batch_id: str, manifest: Mapping[str, Any] | None = None) -> None:
         """Give a batch a manifest (any JSON); `submit(..., batch=batch_id)` puts jobs into it."""
-        self._run(operations.create_batch(batch_id, manifest or {}))
+        self.run(operations.create_batch(batch_id, manifest or {}))
 
     def batch(self, batch_id: str) -> BatchStatus:
         """Counts and manifest of a batch, whatever its size; JobNotFound when there is none."""
-        return self._run(operations.batch_status(batch_id))
+        return self.run(operations.batch_status(batch_id))
 
     def completed(
         self, batch_id: str, cursor: int = 0, limit: int = operations.MANY, *, trim: bool = False
@@ -259,11 +223,15 @@ class Client:
         """Results of a batch in order of completion, from `cursor` on. Nothing is consumed: any
         number of readers keep cursors of their own. `trim`, for a batch's one owner, lets Redis
         drop the ids before `cursor`."""
-        return self._run(operations.completed(batch_id, cursor, limit, trim, self.settings))
+        return self.run(operations.completed(batch_id, cursor, limit, trim, self.settings))
 
     def cancel_batch(self, batch_id: str) -> BatchStatus:
         """End all jobs of a batch that have not ended; what is met later ends too."""
-        return self._run(operations.cancel_batch(batch_id, self.settings))
+        return self.run(operations.cancel_batch(batch_id, self.settings))
+
+    def explain(self, job_id: str) -> Explanation:
+        """Why a job is not running yet, or where it is; JobNotFound when there is none."""
+        return self.run(explain.explain(job_id))
 
     def with_settings(self, **changes: Any) -> "Client":
         """The same connection under other settings."""
@@ -282,8 +250,8 @@ class Client:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _run(self, steps: Generator[Call, Any, T]) -> T:
-        """Drive an operation: send each call, hand it the reply."""
+    def run(self, steps: Generator[Call, Any, T]) -> T:
+        """Drive an operation of `operations`, `dead`, `explain` or `health`."""
         try:
             call = next(steps)
             while True:
@@ -296,7 +264,7 @@ class Client:
         """At most once a second."""
         while time.monotonic() - self._memory_checked >= 1.0:
             try:
-                self._run(operations.check_memory(self.settings))
+                self.run(operations.check_memory(self.settings))
                 self._memory_checked = time.monotonic()
             except QueueFull:
                 if until is None or time.monotonic() + 1.0 > until:

@@ -6,6 +6,7 @@ through here may be sent twice, so a lost reply, a restart, a fail-over or a rep
 been demoted is answered by sending again, for `retry_for` seconds. Nothing here knows jobs.
 """
 
+import asyncio
 import random
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any, Protocol
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import redis
+import redis.asyncio
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -71,6 +73,25 @@ def connect(url: str, socket_timeout: float = 30.0) -> redis.Redis:
             f"{redacted(url)} is no Redis URL ({error}); use redis://, rediss://, unix:// or "
             "redis+sentinel://"
         ) from error
+
+
+def connect_async(url: str, socket_timeout: float = 30.0) -> "redis.asyncio.Redis":
+    """As `connect`, for asyncio."""
+    from redis.asyncio.retry import Retry as AsyncRetry
+
+    settings = {**options(socket_timeout), "retry": AsyncRetry(NoBackoff(), 0)}
+    if url.startswith("redis+sentinel://"):
+        from redis.asyncio.sentinel import Sentinel
+
+        addresses, service, own = sentinel_parts(url)
+        quick = {"socket_timeout": 2.0, "socket_connect_timeout": 2.0}
+        sentinel = Sentinel(addresses, sentinel_kwargs=quick)  # type: ignore[no-untyped-call]
+        found: redis.asyncio.Redis = sentinel.master_for(service, **own, **settings)
+        return found
+    try:
+        return redis.asyncio.Redis.from_url(url, **settings)
+    except ValueError as error:
+        raise RedisUnavailable(f"{redacted(url)} is no Redis URL ({error})") from error
 
 
 def sentinel_parts(url: str) -> tuple[list[tuple[str, int]], str, dict[str, Any]]:
@@ -193,6 +214,37 @@ def send(client: RedisClient, call: Call, retry_for: float = RETRY_FOR) -> Any:
             if not is_transient(error):
                 raise translate(error) from error
             time.sleep(patience.next_delay(error))
+
+
+async def send_async(client: Any, call: Call, retry_for: float = RETRY_FOR) -> Any:
+    """As `send`, for asyncio."""
+    if isinstance(call, Pause):
+        await asyncio.sleep(call.seconds)
+        return None
+    patience = Patience(retry_for)
+    while True:
+        try:
+            return await _send_once_async(client, call)
+        except redis.exceptions.RedisError as error:
+            if not is_transient(error):
+                raise translate(error) from error
+            await asyncio.sleep(patience.next_delay(error))
+
+
+async def _send_once_async(client: Any, call: Call) -> Any:
+    if isinstance(call, Eval):
+        tail = (len(call.keys), *call.keys, *call.args)
+        try:
+            return await client.execute_command("EVALSHA", call.script.sha, *tail)
+        except redis.exceptions.NoScriptError:
+            return await client.execute_command("EVAL", call.script.text, *tail)
+    if isinstance(call, Commands):
+        pipeline = client.pipeline(transaction=False)
+        for command in call.commands:
+            pipeline.execute_command(*command)
+        return await pipeline.execute()
+    assert isinstance(call, Block)
+    return await client.execute_command(*call.command)
 
 
 def _send_once(client: RedisClient, call: Call) -> Any:

@@ -2,7 +2,7 @@
 
 HeadraceError
 ├── InvalidRequest (ValueError)      the request cannot be sent: which field, why
-│   ├── InvalidName                  a job id, queue, tenant or batch id that can't be a key
+│   ├── InvalidName                  a job id, queue, tenant or batch that can't be a key
 │   └── PayloadTooLarge              larger than the limit
 ├── PayloadError                     what lies in Redis is no job of ours (garbage, pickle, ...)
 ├── QueueFull                        admission refused: depth, bytes or Redis memory
@@ -13,7 +13,7 @@ HeadraceError
 │   └── JobCancelled                 it was cancelled or stopped
 ├── JobNotFound                      no such job: never sent, forgotten, or its TTL passed
 ├── ResultTimeout (TimeoutError)     not finished in time; the job goes on
-└── RedisUnavailable (ConnectionError)  Redis can't be reached, or can't be used as it is set up
+└── RedisUnavailable (ConnectionError)  Redis can't be reached, or not used as it is
 """
 
 from headrace.producer.schemas import Failure, Result

@@ -88,6 +88,7 @@ COUNTERS: Final = {
     "fenced": "late results refused",
     "released": "jobs put back uncharged",
     "resumed": "deliveries that carried a checkpoint",
+    "requeued": "failed jobs given another start",
     "removed": "terminal jobs whose record has gone (TTL, forget)",
     "deleted": "jobs deleted by RQ's own commands while they ran",
     "duplicates": "ids dropped because the job was running or done",

@@ -68,6 +68,11 @@ _STATES: Final = {
 }
 
 
+def state_of(status: str) -> JobState:
+    """Our word for RQ's status."""
+    return _STATES.get(status, JobState.WAITING)
+
+
 class CancelOutcome(enum.Enum):
     """What a cancel met. Only the first three changed anything."""
 
@@ -350,7 +355,7 @@ def status(job_id: str) -> Steps[JobState]:
     (value,) = yield Commands((("HGET", keys.job(job_id), "status"),))
     if value is None:
         raise JobNotFound(job_id)
-    return _STATES.get(_text(value), JobState.WAITING)
+    return state_of(_text(value))
 
 
 def wait_result(job_id: str, timeout: float | None) -> Steps[Result]:
@@ -367,7 +372,7 @@ def wait_result(job_id: str, timeout: float | None) -> Steps[Result]:
         )
         if state is None and not entries:
             raise JobNotFound(job_id)
-        job_state = _STATES.get(_text(state), JobState.WAITING) if state else JobState.SUCCEEDED
+        job_state = state_of(_text(state)) if state else JobState.SUCCEEDED
         if job_state.terminal:
             if entries:
                 return (yield from _complete(job_id, codec.read_stream(job_id, entries[0][1])))

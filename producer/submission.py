@@ -16,7 +16,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Where jobs go and under which terms, as callers say it."""
+    """Where jobs go and under which terms, as callers say it.
+
+    `queue` None: the client's, the model's, or the one that the live workers serve. `priority`:
+    high, normal or low, with ageing. `tenant`: tenants share a queue evenly by tokens. `batch`: a
+    batch to count the jobs in. `deadline` and `start_at`: Unix seconds; a job past its deadline
+    ends as expired. `max_attempts` counts errors of the engine (3). `result_ttl` and `failure_ttl`:
+    seconds that a record is kept, -1 for ever.
+    """
 
     queue: str | None = None
     priority: keys.Priority = "normal"
@@ -49,6 +56,13 @@ class Options:
             result_ttl=self.result_ttl,
             failure_ttl=self.failure_ttl,
         )
+
+
+def split(given: Mapping[str, Any]) -> tuple[Options, dict[str, Any]]:
+    """Keyword arguments of a submission, parted into its options and the request's fields."""
+    names = Options.__dataclass_fields__
+    options = Options(**{name: value for name, value in given.items() if name in names})
+    return options, {name: value for name, value in given.items() if name not in names}
 
 
 def request_of(
