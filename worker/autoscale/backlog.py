@@ -6,7 +6,6 @@ until it is settled, and deadlines are kept in buckets. It knows no worker and n
 
 import heapq
 import math
-import operator
 from array import array
 from collections.abc import Sequence
 

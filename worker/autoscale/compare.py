@@ -165,14 +165,18 @@ def _result(outcome: Outcome, scenario: Scenario, goals: Goals) -> Result:
 def _failures(outcome: Outcome, free_wait_s: float, goals: Goals) -> list[str]:
     failures = []
     if outcome.unfinished:
-        failures.append(f"{outcome.unfinished} jobs never finish")
+        failures.append(f"{outcome.unfinished} of {outcome.jobs} jobs never finish")
     allowed = outcome.with_deadline * goals.missed_percent / 100.0
     if outcome.missed > allowed:
         percent = 100.0 * outcome.missed / outcome.with_deadline
-        failures.append(f"{outcome.missed} deadlines missed ({percent:.3g} %)")
+        failures.append(f"{_count(outcome.missed, 'deadline')} missed ({percent:.3g} %)")
     if free_wait_s > goals.p95_wait_s:
         failures.append(f"p95 wait {free_wait_s:.0f} s over {goals.p95_wait_s:.0f} s")
     return failures
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _spend(result: Result) -> float:

@@ -41,6 +41,11 @@ def test_average_value_counts_existing_pods_not_wanted_ones() -> None:
     assert propose(Scale(6, 3, 3), [depth(300)], Tolerance()) == 3
 
 
+def test_with_no_pod_at_all_there_is_no_tolerance() -> None:
+    """Spec 2, status 0: the ratio is infinite, so a total of exactly one target gives 1."""
+    assert propose(Scale(2, 0, 0), [depth(100)], Tolerance()) == 1
+
+
 def test_a_negative_total_is_taken_for_an_overflow() -> None:
     assert propose(at(1), [ExternalReading((-1,), 1000)], Tolerance()) == INT32_MAX
 
@@ -59,6 +64,7 @@ def test_series_are_added_so_two_exporters_count_a_queue_twice() -> None:
 def test_a_failed_metric_may_hold_replicas_but_not_remove_them() -> None:
     broken = UnreadableReading("FailedGetExternalMetric")
     assert propose(at(2), [broken, depth(900)], Tolerance()) == 9
+    assert propose(at(9), [broken, depth(900)], Tolerance()) == 9
     with pytest.raises(MetricError):
         propose(at(9), [broken, depth(100)], Tolerance())
 

@@ -71,6 +71,15 @@ def test_fallback_that_may_only_raise_keeps_busy_workers() -> None:
     assert metric(keda.FallbackBehavior.CURRENT_REPLICAS_IF_LOWER) == 100.0
 
 
+def test_the_fallback_starts_after_the_threshold_and_not_at_it() -> None:
+    obj = keda.ScaledObject(threshold=5.0, fallback=keda.Fallback(3, 2))
+    health = keda.TriggerHealth()
+    for _ in range(3):
+        with pytest.raises(keda.KedaError):
+            keda.measure(obj, health, None, current_replicas=1)
+    assert keda.measure(obj, health, None, current_replicas=1) == keda.Measured(10.0, True)
+
+
 def test_one_good_reading_clears_the_failures() -> None:
     obj = keda.ScaledObject(fallback=keda.Fallback(3, 2))
     health = keda.TriggerHealth(failures=3)

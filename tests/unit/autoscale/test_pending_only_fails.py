@@ -46,7 +46,7 @@ def test_pending_only_without_checkpoints_never_finishes_a_job() -> None:
 
 def test_pending_only_is_never_recommended() -> None:
     run = CliRunner().invoke(autoscale, [*README])
-    assert "pending @ 14 fails: 1 deadlines missed" in run.output
+    assert "pending @ 14 fails: 1 deadline missed (1.67 %)" in run.output
     assert "Recommended: deadline @ 1" in run.output
     alone = CliRunner().invoke(
         autoscale, ["simulate", "--shape", "steady", "--jobs", "50", "--policy", "pending"]

@@ -14,7 +14,7 @@ from headrace.worker.autoscale.controllers import (
     Loop,
     recommended_behavior,
 )
-from headrace.worker.autoscale.fleet import Machine
+from headrace.worker.autoscale.fleet import Fleet, Machine, Worker
 from headrace.worker.autoscale.hpa import HpaSpec
 from headrace.worker.autoscale.outcome import Outcome, Scenario
 from headrace.worker.autoscale.policy import Deadline, Outstanding, ScalingPolicy
@@ -178,6 +178,26 @@ def test_a_checkpoint_keeps_the_tokens_and_costs_only_a_prefill() -> None:
     assert out.lost_work_s == pytest.approx(1.0 + 3.9)
     assert out.waits[0] == pytest.approx(50.0)
     assert (out.busy_removals, out.requeued) == (1, 1)
+
+
+def test_a_spot_machine_keeps_what_it_had_at_the_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claimed at 20; notice at 30: 1 s of prefill and 90 tokens are in the checkpoint. Gone at 55:
+    the last 25 s are lost. The replacement, ordered at the notice and ready at 50, takes the job at
+    55 and needs 1.9 s of prefill and 91 of decoding: 147.9."""
+
+    def first_one_at_30(fleet: Fleet, worker: Worker) -> float:
+        return 30.0 if worker.id == 0 else math.inf
+
+    monkeypatch.setattr(Fleet, "interruption", first_one_at_30)
+    machine = Machine(RATE, cold_start_s=20.0, spot_share=1.0)
+    trace = build("one", [Job(20.0, 100, 1000)])
+    scenario = Scenario(trace, machine, min_replicas=1, max_replicas=1, initial_replicas=1)
+    policy = Outstanding(1.0)
+    out = simulate(scenario, policy, fixed(1, policy))
+    assert (out.interruptions, out.requeued, out.cold_starts) == (1, 1, 2)
+    assert out.resumed_tokens == 90
+    assert out.lost_work_s == pytest.approx(1.0 + 25.0 + 0.9)
+    assert 20.0 + out.latencies[0] == pytest.approx(147.9)
 
 
 def test_without_a_checkpoint_the_job_starts_over() -> None:
