@@ -128,6 +128,10 @@ class Feeder:
 
     def _run(self) -> None:
         while not self._stopped:
+            if self._pulse.stalled() is not None:
+                # A hung worker would take the very jobs that its lapsed leases gave back.
+                self._sleep(0.5)
+                continue
             room = self._free()
             if room <= 0:
                 with self._changed:

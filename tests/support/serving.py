@@ -40,6 +40,8 @@ def write_model(folder: Path, **overrides: Any) -> Path:
 
 def load(model: Path, **settings: Any) -> Engine:
     settings.setdefault("kv_cache_memory_bytes", POOL)
+    # Two threads on a busy machine wait for each other at every barrier.
+    settings.setdefault("num_threads", 1)
     return Engine.load(EngineConfig(str(model), dtype="float32", **settings))
 
 
@@ -134,9 +136,17 @@ def wait_until(condition: Callable[[], bool], what: str, timeout: float = 120.0)
 class WorkerProcess:
     """`headrace worker` on a tiny model, as an operator starts it."""
 
-    def __init__(self, redis_url: str, model: Path | str, log: Path, *arguments: str) -> None:
+    def __init__(
+        self,
+        redis_url: str,
+        model: Path | str,
+        log: Path,
+        *arguments: str,
+        program: list[str] | None = None,
+    ) -> None:
         self.log = log
-        command = [sys.executable, "-P", "-m", "headrace.worker.cli", "--model", str(model)]
+        command = [sys.executable, "-P", *(program or ["-m", "headrace.worker.cli"])]
+        command += ["--model", str(model)]
         command += ["--redis-url", redis_url, "--port", "0", "--log-format", "json"]
         command += ["--dtype", "float32", "--kv-cache-memory", str(POOL), "--num-threads", "1"]
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"}

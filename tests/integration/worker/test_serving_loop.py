@@ -278,9 +278,7 @@ def test_a_broken_engine_keeps_progress_and_leases_and_puts_the_unbegun_back(
     from serving import load
 
     engine = load(model, max_num_seqs=2)
-    source = MemorySource(
-        payload(prompt=[i + 1], max_tokens=50, ignore_eos=True) for i in range(5)
-    )
+    source = MemorySource(payload(prompt=[i + 1], max_tokens=50, ignore_eos=True) for i in range(5))
     server = InThread(Broken(engine, 0), source, look_ahead=3)
     wait_until(lambda: server.error is not None, "it gives up")
     assert isinstance(server.error, EngineBroken)
