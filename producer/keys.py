@@ -94,6 +94,7 @@ COUNTERS: Final = {
     "duplicates": "ids dropped because the job was running or done",
     "prompt_tokens": "estimate of outstanding prompt tokens, uncalibrated",
     "output_tokens": "estimate of outstanding output tokens, uncalibrated",
+    "level": "tokens served to the least served tenant that had jobs waiting",
     "bytes": "payload bytes of outstanding jobs",
     "done_est_prompt": "estimate of finished jobs' prompt tokens, to calibrate by",
     "done_est_output": "estimate of finished jobs' output tokens, to calibrate by",

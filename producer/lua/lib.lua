@@ -138,15 +138,14 @@ local function ghost(list, id, n)
   end
 end
 
--- A tenant that comes (back) starts level with the least served active one: idling saves no credit,
--- and what it owes is kept until the others have caught up.
+-- A tenant's score is the tokens it was served; the least served one is next. `level` is the least
+-- score among those that had jobs waiting at the last claim. Who comes (back) starts there at
+-- least: idling saves no credit, and what a tenant owes is kept until the others have caught up.
 local function activate(base, tenant)
   local k = X .. 'tenants:' .. base
-  if call('ZSCORE', k, tenant) then return end
-  local least = call('ZRANGE', k, 0, 0, 'WITHSCORES')
-  local floor = tonumber(least[2] or '0')
-  local owed = tonumber(call('ZSCORE', X .. 'served:' .. base, tenant) or '0')
-  call('ZADD', k, math.max(floor, owed), tenant)
+  local own = call('ZSCORE', k, tenant) or call('ZSCORE', X .. 'served:' .. base, tenant)
+  local level = tonumber(call('HGET', X .. 'n:' .. base, 'level') or '0')
+  call('ZADD', k, math.max(level, tonumber(own or '0')), tenant)
   call('ZREM', X .. 'served:' .. base, tenant)
 end
 

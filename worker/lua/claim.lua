@@ -206,13 +206,21 @@ local RANK = { high = 0, normal = 1, low = 2, suspect = 0 }
 
 local function take_many_lists(base, open)
   local tenants = X .. 'tenants:' .. base
-  local served, before = {}, {}
+  local served, before, least = {}, {}, math.huge
   for _, o in ipairs(open) do
     if not served[o.tenant] then
-      activate(base, o.tenant)
-      served[o.tenant] = tonumber(call('ZSCORE', tenants, o.tenant))
+      local score = call('ZSCORE', tenants, o.tenant)
+      if not score then
+        activate(base, o.tenant)
+        score = call('ZSCORE', tenants, o.tenant)
+      end
+      served[o.tenant] = tonumber(score)
       before[o.tenant] = served[o.tenant]
+      least = math.min(least, served[o.tenant])
     end
+  end
+  if least > tonumber(call('HGET', X .. 'n:' .. base, 'level') or '0') then
+    call('HSET', X .. 'n:' .. base, 'level', string.format('%d', least))
   end
   local function look(o)
     o.id = call('LINDEX', P .. ':queue:' .. o.list, 0)

@@ -122,6 +122,7 @@ for i = 1, #jobs do
         code = 5
         count(base, 'dead', 1)
         count(base, 'failed', 1)
+        count_batch(f.batch, 'failed', 1)
         count_batch(f.batch, 'dead', 1)
         call('ZADD', X .. 'dead:' .. base, stamp_num, id)
         kind = 2

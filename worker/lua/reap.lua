@@ -89,26 +89,23 @@ end
 -- A tenant without work leaves; what it owes is kept until the others have caught up.
 local function retire_tenants(base)
   local k = X .. 'tenants:' .. base
-  local idle, least = {}, nil
-  local all = call('ZRANGE', k, 0, -1, 'WITHSCORES')
-  for i = 1, #all, 2 do
-    local suffix = all[i] == '' and '' or '@' .. all[i]
+  local level = tonumber(call('HGET', X .. 'n:' .. base, 'level') or '0')
+  local tenants = call('ZRANGE', k, 0, -1, 'WITHSCORES')
+  for i = 1, #tenants, 2 do
+    local suffix = tenants[i] == '' and '' or '@' .. tenants[i]
     local work = 0
     for _, class in ipairs(CLASSES) do
       work = work + call('LLEN', P .. ':queue:' .. base .. class .. suffix)
         + call('ZCARD', P .. ':scheduled:' .. base .. class .. suffix)
     end
-    if work == 0 then idle[#idle + 1] = i else least = math.min(least or math.huge, tonumber(all[i + 1])) end
+    if work == 0 then
+      call('ZREM', k, tenants[i])
+      if tonumber(tenants[i + 1]) > level then
+        call('ZADD', X .. 'served:' .. base, tenants[i + 1], tenants[i])
+      end
+    end
   end
-  for _, i in ipairs(idle) do
-    call('ZREM', k, all[i])
-    if least and tonumber(all[i + 1]) > least then call('ZADD', X .. 'served:' .. base, all[i + 1], all[i]) end
-  end
-  if least then
-    call('ZREMRANGEBYSCORE', X .. 'served:' .. base, '-inf', least)
-  else
-    call('UNLINK', X .. 'served:' .. base)
-  end
+  call('ZREMRANGEBYSCORE', X .. 'served:' .. base, '-inf', level)
 end
 
 local all = {}
