@@ -69,9 +69,8 @@ class RedisServer:
         arguments += ["--dir", self.directory, "--daemonize", "no", "--loglevel", "warning"]
         for name, value in self.settings.items():
             arguments += [f"--{name}", value]
-        log = Path(self.directory, "log").open("ab")
-        self.process = subprocess.Popen(arguments, stdout=log, stderr=log)
-        log.close()
+        with Path(self.directory, "log").open("ab") as log:
+            self.process = subprocess.Popen(arguments, stdout=log, stderr=log)
         self.wait()
 
     def wait(self, seconds: float = 20.0) -> None:
@@ -87,7 +86,7 @@ class RedisServer:
                     time.sleep(0.02)
 
     def client(self) -> redis.Redis:
-        return redis.Redis(port=self.port)
+        return redis.Redis(port=self.port, password=self.settings.get("requirepass"))
 
     def kill(self) -> None:
         """As if the machine had lost power, less the disk."""
