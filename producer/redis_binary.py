@@ -37,10 +37,9 @@ class ServerBinary:
 
 
 def cache_dir() -> Path:
-    """`HEADRACE_CACHE`, else `headrace` under the user's cache folder."""
-    if chosen := os.environ.get("HEADRACE_CACHE"):
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "headrace"
+    """`HEADRACE_CACHE`, else ~/.cache/headrace."""
+    chosen = os.environ.get("HEADRACE_CACHE")
+    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "headrace"
 
 
 def read_version(path: Path) -> tuple[int, ...] | None:

@@ -45,6 +45,7 @@ from headrace.producer.redis_server import PrivateRedis
 SUCCEEDED, SOME_FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 _REDIS_PAUSE = 0.5
 _READY_POLL = 1.0
+_PRIVATE_LEASE = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,9 +347,14 @@ class _Session:
             return None
         url = private.url if private is not None else self._options.redis_url
         assert url is not None
-        arguments = ("--queue", self._served.queue, *self._options.worker_arguments)
+        arguments = ["--queue", self._served.queue]
+        if private is not None:
+            # Nobody else's worker waits for these leases; should Redis have lost a result with the
+            # last second of its log, the job comes back sooner.
+            arguments += ["--lease-seconds", str(_PRIVATE_LEASE)]
+        arguments += self._options.worker_arguments
         worker = LocalWorker(
-            WorkerOptions(self._served.local, self._served.name, arguments),
+            WorkerOptions(self._served.local, self._served.name, tuple(arguments)),
             url,
             self._options.worker_log or logs / "worker.log",
             name=f"run-{self._ledger.sidecar.run_id}-{os.getpid()}",
