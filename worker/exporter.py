@@ -260,3 +260,7 @@ def exporter(
     while not signals.wait(60.0):
         pass
     server.stop()
+
+
+if __name__ == "__main__":
+    exporter()

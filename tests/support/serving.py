@@ -211,8 +211,13 @@ def get(url: str) -> tuple[int, str]:
 
 
 def sample(exposition: str, name: str, labels: str = "") -> float:
-    """One sample of a Prometheus exposition; `labels` as it is written there, in braces."""
+    """One sample of a Prometheus exposition; `labels` in braces, in any order."""
+    wanted = set(_LABEL.findall(labels))
     for line in exposition.splitlines():
-        if line.startswith(f"{name}{labels} "):
-            return float(line.rpartition(" ")[2])
+        shown, _, value = line.rpartition(" ")
+        if shown.partition("{")[0] == name and set(_LABEL.findall(shown)) == wanted:
+            return float(value)
     raise AssertionError(f"no sample {name}{labels}")
+
+
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
