@@ -23,6 +23,8 @@ DEMO_MODEL = "smollm2-135m-instruct"
 class WorkerFailed(HeadraceError):
     """The local worker cannot do the work; the message has the end of its log."""
 
+    code = "worker_failed"
+
 
 def served_name(model: str) -> str:
     """The name a model is served under unless another is chosen: the last part of its path."""

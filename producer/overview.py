@@ -44,4 +44,8 @@ def queue_depths(client: Client) -> list[QueueDepth]:
         count[1] += int(running)
         count[2] += int(scheduled)
     dead = dict(zip(names, replies[4 * len(lists) :], strict=True))
-    return [QueueDepth(name, *counts[name], int(dead[name])) for name in names]
+    found = []
+    for name in names:
+        queued, running, scheduled = counts[name]
+        found.append(QueueDepth(name, queued, running, scheduled, int(dead[name])))
+    return found

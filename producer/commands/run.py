@@ -7,10 +7,10 @@ from typing import Any, BinaryIO
 
 import click
 
-from headrace.producer.bulk.errors import BulkError
 from headrace.producer.bulk.pump import MAX_JOBS
 from headrace.producer.commands import options
 from headrace.producer.commands.options import option
+from headrace.producer.errors import HeadraceError
 from headrace.producer.run import RunOptions, Summary
 from headrace.producer.run import run as run_file
 
@@ -72,11 +72,10 @@ def run(ctx: click.Context, /, **given: Any) -> None:
             source = _spool(sys.stdin.buffer, Path(scratch))
         try:
             summary = run_file(RunOptions(input=source, defaults=defaults, **given))
-        except BulkError as error:
+        except HeadraceError as error:
             if as_json:
-                options.print_json(
-                    {"error": {"code": error.code, "message": error.message, "line": error.line}}
-                )
+                told = {"code": getattr(error, "code", "unusable"), "message": str(error)}
+                options.print_json({"error": {**told, "line": getattr(error, "line", None)}})
             raise
     if as_json:
         options.print_json(summary.as_json())

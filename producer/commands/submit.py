@@ -86,7 +86,8 @@ def submit(
             raise UnusableInput(
                 first.code,
                 f"{found.bad_lines} bad lines, nothing was sent; line {first.line}:"
-                f" {first.message}. `headrace validate` shows all, --on-bad-line skip sends the rest",
+                f" {first.message}. `headrace validate` shows all; --on-bad-line skip sends the"
+                " good ones",
                 first.line,
             )
         batch = batch or "batch-" + secrets.token_hex(6)

@@ -136,11 +136,9 @@ def test_run_killed_alone_leaves_no_worker_and_no_redis_behind(
     wait_for(lambda: not any(is_alive(p) for p in family), "all of them to end", ENDS_WITHIN)
     for folder in folders:
         wait_for(lambda folder=folder: not folder.exists(), f"{folder} to be removed", ENDS_WITHIN)
-    assert headrace(*command).returncode == 0
-    check_complete(out)
 
 
-def test_ctrl_c_ends_everything_and_the_run_goes_on(command: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_ends_everything_at_once_and_in_order(command: list[str], tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     run = start_headrace(*command)
     wait_for_lines(run, out, 3)
@@ -149,9 +147,9 @@ def test_ctrl_c_ends_everything_and_the_run_goes_on(command: list[str], tmp_path
     _, told = run.communicate()
     assert run.returncode == 130, told
     assert not any(is_alive(process) for process in family)
-    done = headrace(*command)
-    assert done.returncode == 0, done.stderr
-    check_complete(out)
+    assert "run the same command again" in told
+    ids = custom_ids(out)
+    assert 3 <= len(ids) == len(set(ids)) < LINES
 
 
 def test_private_redis_killed_in_the_middle_nothing_is_lost(
@@ -177,13 +175,10 @@ def test_a_model_that_cannot_load_is_said_once_and_nothing_is_lost(
         tiny.write_checkpoint(broken)
         (weights,) = broken.glob("*.safetensors")
         weights.write_bytes(weights.read_bytes()[:-1000])
-    done = headrace("run", source, "-o", tmp_path / "o.jsonl", "--model", broken)
+    done = headrace("run", source, "-o", tmp_path / "o.jsonl", "--model", broken, "--json")
     assert done.returncode == 2, done.stderr
     assert "the worker could not start" in done.stderr
-    assert "broken" in done.stderr
+    assert str(broken) in done.stderr
     assert "Traceback" not in done.stderr
-    done = headrace(
-        "run", source, "-o", tmp_path / "o.jsonl", "--model", broken, "--restart", "--json"
-    )
-    assert done.returncode == 2
     assert json.loads(done.stdout)["error"]["code"] == "worker_failed"
+    assert read_lines(tmp_path / "o.jsonl") == []
