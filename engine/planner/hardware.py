@@ -260,7 +260,7 @@ def this_cpu() -> Card:
         flops=flops,
         capability=(0, 0),
         link=10e9,
-        context=430 * 2**20,
+        context=420 * 2**20,
         is_cpu=True,
         vendor="cpu",
         limits=("rates are a guess until measured",),

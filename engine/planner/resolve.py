@@ -1,5 +1,6 @@
 """From what the user typed to a model: a folder, a config.json, a GGUF file, a name or a size."""
 
+import glob
 import math
 import os
 import re
@@ -76,7 +77,7 @@ def _hub_snapshot(name: str) -> Path | None:
     """The folder of a model that huggingface_hub has fetched before, newest first."""
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
-    found = hub.glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json")
+    found = hub.glob(f"models--{glob.escape(name.replace('/', '--'))}/snapshots/*/config.json")
     return max((p.parent for p in found), key=lambda p: p.stat().st_mtime, default=None)
 
 
