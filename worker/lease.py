@@ -96,7 +96,7 @@ class RedisSource:
 
     `connect` makes a client; `start` enters the worker into RQ's books and must come first.
     `on_lost` may be set: it is called, from a thread of this class, with jobs that were cancelled
-    or stopped, as soon as Redis says so; `heartbeat` finds the rest.
+    or stopped, as soon as Redis says so; without it `heartbeat` returns them with the rest.
     """
 
     def __init__(
@@ -121,6 +121,7 @@ class RedisSource:
         self._lock = threading.Lock()
         self._claiming = threading.Lock()
         self._held: dict[str, ClaimedJob] = {}
+        self._told: list[ClaimedJob] = []
         self._token = secrets.token_hex(4)
         self._sequence = 0
         self._further = len(self.queues) > 1
@@ -255,7 +256,9 @@ class RedisSource:
         held = self.held
         for group in list(_groups(held)) or [[]]:
             lost += self._renew(group)
-        return lost
+        with self._lock:
+            told, self._told = self._told, []
+        return [*told, *lost]
 
     def _renew(self, jobs: list[ClaimedJob]) -> list[ClaimedJob]:
         args: list[scripts.Argument] = [self.name, self.settings.lease, WORKER_TTL]
@@ -419,6 +422,9 @@ class RedisSource:
             lost = jobs
         if self.on_lost is not None:
             self.on_lost(lost)
+        else:
+            with self._lock:
+                self._told += lost
 
     # Sending
 
