@@ -133,6 +133,12 @@ _LOOP = LoopSettings()
     is_flag=True,
     help="End when the process that started this one does.",
 )
+@option(
+    "--deletion-cost",
+    env="DELETION_COST",
+    is_flag=True,
+    help="In a pod: keep its pod-deletion-cost, so that idle pods are removed first.",
+)
 @options.logging
 def worker(**chosen: Any) -> None:
     """Serve one model: claim jobs, run them in one continuous batch, record the results."""
@@ -178,6 +184,7 @@ def make_config(chosen: dict[str, Any]) -> WorkerConfig:
         "max_crashes",
         "connect_timeout",
         "exit_with_parent",
+        "deletion_cost",
     )
     return WorkerConfig(
         engine=engine,

@@ -33,6 +33,7 @@ class WorkerConfig:
     max_crashes: int = 3
     connect_timeout: float = 5.0
     exit_with_parent: bool = False
+    deletion_cost: bool = False
     loop: LoopSettings = field(default_factory=LoopSettings)
 
     @property

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from headrace.engine.errors import CheckpointError, EngineError
 from headrace.worker.coldstart import ColdStart
 from headrace.worker.config import DEFAULT_PORT, WorkerConfig
+from headrace.worker.deletion_cost import DeletionCost, PodApi, cost_of
 from headrace.worker.drain import PROFILES, Drain
 from headrace.worker.feeder import Serving
 from headrace.worker.http import HttpServer, check_route, metrics_route
@@ -89,6 +90,7 @@ class WorkerProcess:
             log.error("%s", error)
             self._leave_now(error.status)
         notice = self._watch_notice()
+        self._keep_deletion_cost()
         while self._engine_thread.is_alive():
             self._supervise(self._signals.wait(0.2))
         if notice is not None:
@@ -150,6 +152,15 @@ class WorkerProcess:
         watch = NoticeWatch(self._config.spot_notice, noticed)
         watch.start()
         return watch
+
+    def _keep_deletion_cost(self) -> None:
+        if not self._config.deletion_cost:
+            return
+        api = PodApi.from_environment()
+        if api is None:
+            log.warning("--deletion-cost needs a pod with a service-account token and POD_NAME")
+            return
+        DeletionCost(api, lambda: cost_of(self._state, self._facts().running)).start()
 
     def _supervise(self, signals: list[str]) -> None:
         for name in signals:
@@ -303,10 +314,11 @@ class WorkerProcess:
             self._cold_start.record("first_token", time.monotonic() - ready_at)
 
         fingerprint = str(getattr(engine, "fingerprint", ""))
+        runner = getattr(engine, "runner", None)
         self._metrics.slots.set(engine.limits.max_num_seqs)
         self._metrics.model_info.labels(
             config.served_model,
-            config.engine.dtype,
+            str(getattr(runner, "dtype", config.engine.dtype)),
             config.engine.quantization or "none",
             fingerprint,
         ).set(1)

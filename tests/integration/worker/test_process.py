@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
+import rq
 from redis_support import RedisServer
 from serving import WorkerProcess, answer, get, wait_until
 
 from headrace.engine.engine import Engine
-from headrace.producer import Client
+from headrace.producer import Client, codec
 from headrace.producer.errors import JobFailed
 from headrace.producer.operations import JobState
 
@@ -177,32 +179,44 @@ def test_a_worker_ends_when_the_process_that_started_it_is_killed(
     parent.stdout.close()
 
 
-@pytest.mark.parametrize("kind", ["missing", "truncated", "not a model"])
 def test_a_model_that_cannot_be_used_is_said_before_anything_is_claimed(
-    start: Start, redis_url: str, model: Path, tmp_path: Path, kind: str
+    start: Start, redis_url: str, model: Path, tmp_path: Path
 ) -> None:
-    broken = tmp_path / "tiny"
-    if kind != "missing":
-        broken.mkdir()
+    """A folder that is not there, a file cut in half, an architecture that is not served."""
+    named = {"missing": "exist", "truncated": "model.safetensors", "foreign": "t5"}
+    for kind in ("truncated", "foreign"):
+        broken = tmp_path / kind / "tiny"
+        broken.mkdir(parents=True)
         for file in model.iterdir():
             data = file.read_bytes()
-            if kind == "not a model" and file.name == "config.json":
+            if kind == "foreign" and file.name == "config.json":
                 data = b'{"model_type": "t5"}'
             if kind == "truncated" and file.suffix == ".safetensors":
                 data = data[: len(data) // 2]
             (broken / file.name).write_bytes(data)
     with Client(redis_url) as client:
         client.submit("a", job_id="waiting", queue="tiny")
-        worker = start(served=broken)
-        assert worker.exit_status() == 3
-        errors = [line["message"] for line in worker.lines() if line["level"] == "error"]
-        assert len(errors) == 1 and errors[0].startswith("the model cannot be used: ")
-        assert {"missing": "exist", "truncated": "model.safetensors", "not a model": "t5"}[
-            kind
-        ] in errors[0]
-        assert "Traceback" not in worker.log.read_text()
+        workers = {kind: start(served=tmp_path / kind / "tiny") for kind in named}
+        for kind, worker in workers.items():
+            assert worker.exit_status() == 3
+            errors = [line["message"] for line in worker.lines() if line["level"] == "error"]
+            assert len(errors) == 1, errors
+            assert errors[0].startswith("the model cannot be used: ")
+            assert named[kind] in errors[0]
+            assert "Traceback" not in worker.log.read_text()
         assert client.redis.hget("rq:job:waiting", "fence") is None, "claimed by a broken worker"
         assert client.workers() == []
+
+
+def test_a_stock_rq_worker_is_told_which_command_to_use(redis_url: str) -> None:
+    connection = redis.Redis.from_url(redis_url)
+    queue = rq.Queue("stock", connection=connection, serializer="json")
+    job = queue.enqueue(codec.FUNCTION, {"prompt": "a"})
+    worker = rq.SimpleWorker([queue], connection=connection, serializer="json")
+    worker.work(burst=True, logging_level="CRITICAL")
+    assert job.get_status(refresh=True) == "failed"
+    result = job.latest_result()
+    assert result is not None and "headrace worker --model MODEL" in result.exc_string
 
 
 def test_a_redis_that_is_down_at_the_start_is_said_and_ends_the_worker(start: Start) -> None:
