@@ -108,6 +108,15 @@ local function retire_tenants(base)
   call('ZREMRANGEBYSCORE', X .. 'served:' .. base, '-inf', level)
 end
 
+for i = 10, #ARGV do
+  local base = ARGV[i]
+  for _, member in ipairs(call('ZRANGEBYSCORE', X .. 'lease:' .. base, '-inf', num(now), 'LIMIT', 0, most)) do
+    take_back(base, member)
+  end
+  end_expired(base)
+end
+
+-- Only now: what was taken back may have opened a list.
 local all = {}
 for _, k in ipairs(call('SMEMBERS', P .. ':queues')) do
   local list = string.sub(k, #P + 8)
@@ -118,10 +127,6 @@ end
 
 for i = 10, #ARGV do
   local base = ARGV[i]
-  for _, member in ipairs(call('ZRANGEBYSCORE', X .. 'lease:' .. base, '-inf', num(now), 'LIMIT', 0, most)) do
-    take_back(base, member)
-  end
-  end_expired(base)
   local waiting = call('ZCARD', X .. 'lease:' .. base)
   for _, list in ipairs(all[base] or {}) do
     promote(list, now, 500)

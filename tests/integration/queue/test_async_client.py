@@ -33,9 +33,7 @@ async def serve(source: RedisSource, count: int) -> None:
 
 def test_it_has_clients_methods() -> None:
     def names(cls: type) -> set[str]:
-        return {
-            n for n, f in inspect.getmembers(cls, inspect.isfunction) if not n.startswith("_")
-        }
+        return {n for n, f in inspect.getmembers(cls, inspect.isfunction) if not n.startswith("_")}
 
     assert names(Client) - names(AsyncClient) == NOT_MIRRORED
     assert names(AsyncClient) - names(Client) == set()
