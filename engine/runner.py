@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from headrace.engine.batch import NewRow, SampledTokens, ScheduledBatch, ScheduledRow, StepHandle
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import EngineError
-from headrace.engine.input_batch import InputBatch
+from headrace.engine.input_batch import InputBatch, StepInputs
 from headrace.engine.kv.cache import KVCache, allocate
 from headrace.engine.layers.backend import Backend
 from headrace.engine.layers.torch_backend import TorchBackend
@@ -23,7 +26,7 @@ from headrace.engine.loading.checkpoint import Checkpoint
 from headrace.engine.loading.source import open_checkpoint, resolve_model
 from headrace.engine.models.config import ModelConfig
 from headrace.engine.models.decoder import Decoder, load_decoder
-from headrace.engine.sampler import Sampler
+from headrace.engine.sampler import Sampled, Sampler
 from headrace.engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -90,33 +93,39 @@ class ModelRunner:
         if not batch.rows:
             return FinishedStep(SampledTokens({}))
         inputs = self._rows.step_inputs(batch)
-        hidden = self._decoder.hidden(
-            torch.from_numpy(inputs.token_ids),
-            self._cache.layers,
-            self._backend.prepare(inputs.attention),
-            torch.from_numpy(inputs.output_rows),
-        )
+        hidden = self._hidden(inputs, inputs.output_rows)
         if not len(inputs.output_rows):
             return FinishedStep(SampledTokens({}))
         sampled = self._sampler.sample(self._decoder.logits(hidden), inputs.sampled_slots)
-        tokens = sampled.token_ids
-        seq_ids = inputs.sampled_seq_ids
-        if not sampled.failures:
-            self._rows.append(inputs.sampled_slots, tokens)
-            by_id = {
-                seq_id: [token] for seq_id, token in zip(seq_ids, tokens.tolist(), strict=True)
-            }
-        else:
-            good = [index for index in range(len(seq_ids)) if index not in sampled.failures]
-            self._rows.append(inputs.sampled_slots[good], tokens[good])
-            by_id = {seq_ids[index]: [int(tokens[index])] for index in good}
-        return FinishedStep(
-            SampledTokens(
-                by_id,
-                {seq_ids[index]: [found] for index, found in sampled.logprobs.items()},
-                {seq_ids[index]: failure for index, failure in sampled.failures.items()},
-            )
+        return FinishedStep(self._appended(inputs, sampled))
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Seq[int], chunk: int = 512) -> Tensor:
+        """Float32 logits [len(token_ids), vocab_size] after each token, for evaluation.
+
+        Runs through the same rows, chunks and KV pool as serving; takes the first blocks of the
+        pool, so no sequence may be running.
+        """
+        if len(self._rows):
+            raise EngineError("logits needs an idle runner")
+        if not 0 < len(token_ids) <= min(self.max_model_len, self.num_blocks * self.block_size):
+            raise EngineError(f"{len(token_ids)} tokens do not fit into the model or the KV pool")
+        seq_id = -1
+        added: Seq[NewRow] = (
+            NewRow(seq_id, token_ids, len(token_ids), SamplingParams(), 0, 0, ()),
         )
+        parts = []
+        for start in range(0, len(token_ids), chunk):
+            end = min(start + chunk, len(token_ids))
+            blocks = range(-(-start // self.block_size), -(-end // self.block_size))
+            row = ScheduledRow(seq_id, start, end - start, blocks, samples=False)
+            batch = ScheduledBatch(0, added, (), (row,))
+            added = ()
+            self._rows.update(batch)
+            inputs = self._rows.step_inputs(batch)
+            parts.append(self._decoder.logits(self._hidden(inputs, np.arange(end - start))))
+        self._rows.update(ScheduledBatch(0, (), (seq_id,), ()))
+        return torch.cat(parts)
 
     def warm_up(self) -> None:
         """Run a short prompt and two decode steps, so that the first request pays for no kernel
@@ -134,6 +143,28 @@ class ModelRunner:
             rows = (ScheduledRow(seq_id, computed, scheduled, blocks, samples=True),)
             self.execute(ScheduledBatch(index, (row,) if index == 0 else (), (), rows))
         self.execute(ScheduledBatch(len(steps), (), (seq_id,), ()))
+
+    def _hidden(self, inputs: StepInputs, output_rows: NDArray[np.int64]) -> Tensor:
+        return self._decoder.hidden(
+            torch.from_numpy(inputs.token_ids),
+            self._cache.layers,
+            self._backend.prepare(inputs.attention),
+            torch.from_numpy(output_rows),
+        )
+
+    def _appended(self, inputs: StepInputs, sampled: Sampled) -> SampledTokens:
+        """Append the tokens to their rows; rows that failed get none."""
+        seq_ids, slots, tokens = inputs.sampled_seq_ids, inputs.sampled_slots, sampled.token_ids
+        good = list(range(len(seq_ids)))
+        if sampled.failures:
+            good = [index for index in good if index not in sampled.failures]
+        self._rows.append(slots[good], tokens[good])
+        values = tokens.tolist()
+        return SampledTokens(
+            {seq_ids[index]: [values[index]] for index in good},
+            {seq_ids[index]: [found] for index, found in sampled.logprobs.items()},
+            {seq_ids[index]: failure for index, failure in sampled.failures.items()},
+        )
 
 
 def load_runner(config: EngineConfig) -> ModelRunner:
