@@ -72,9 +72,9 @@ def _yarn(rope: RopeConfig, head_dim: int, frequencies: Tensor) -> tuple[Tensor,
     if low == high:
         high += 0.001
     pairs = torch.arange(head_dim // 2, dtype=torch.float32)
-    interpolated_share = ((pairs - low) / (high - low)).clamp(0, 1)
-    scaled = frequencies / rope.factor
-    mixed = scaled * interpolated_share + frequencies * (1 - interpolated_share)
+    kept_share = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+    interpolated = 1.0 / (rope.factor * (1.0 / frequencies))
+    mixed = interpolated * (1 - kept_share) + frequencies * kept_share
     return mixed, _yarn_attention_factor(rope)
 
 
