@@ -20,7 +20,8 @@ from typing import Any, Self, TypeVar
 import redis.asyncio
 
 from headrace.producer import connection, keys, operations, submission
-from headrace.producer.client import DEFAULT_URL, URL_VARIABLE
+from headrace.producer.blobs import THRESHOLD, BlobStore, perform
+from headrace.producer.client import BLOBS_VARIABLE, DEFAULT_URL, URL_VARIABLE
 from headrace.producer.errors import QueueFull, error_for
 from headrace.producer.operations import (
     BatchStatus,
@@ -32,7 +33,7 @@ from headrace.producer.operations import (
     WorkerInfo,
 )
 from headrace.producer.schemas import Result
-from headrace.producer.scripts import Call
+from headrace.producer.scripts import BlobCall, Call
 
 T = TypeVar("T")
 
@@ -63,9 +64,13 @@ class AsyncClient:
         *,
         queue: str | None = None,
         client: redis.asyncio.Redis | None = None,
+        blobs: str | None = None,
         **settings: Any,
     ) -> None:
-        self.settings = Settings(queue=queue, **settings)
+        root = blobs or os.environ.get(BLOBS_VARIABLE)
+        self.blobs = BlobStore(root) if root else None
+        large = THRESHOLD if root else 0
+        self.settings = Settings(**{"queue": queue, "large": large, **settings})
         self.redis = client or connection.connect_async(
             url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
         )
@@ -202,11 +207,15 @@ class AsyncClient:
         try:
             call = next(steps)
             while True:
-                reply = await connection.send_async(self.redis, call, self.settings.retry_for)
-                call = steps.send(reply)
+                call = steps.send(await self._perform(call))
         except StopIteration as done:
             value: T = done.value
             return value
+
+    async def _perform(self, call: Call) -> Any:
+        if isinstance(call, BlobCall):
+            return await asyncio.to_thread(perform, self.blobs, call)
+        return await connection.send_async(self.redis, call, self.settings.retry_for)
 
     async def _check_memory(self, until: float | None = None) -> None:
         """At most once a second."""

@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 import redis
 
 from headrace.producer import connection, explain, keys, operations, submission
+from headrace.producer.blobs import THRESHOLD, BlobStore, perform
 from headrace.producer.errors import QueueFull, error_for
 from headrace.producer.explain import Explanation
 from headrace.producer.operations import (
@@ -30,10 +31,11 @@ from headrace.producer.operations import (
     WorkerInfo,
 )
 from headrace.producer.schemas import Result
-from headrace.producer.scripts import Call, Commands
+from headrace.producer.scripts import BlobCall, Call, Commands
 
 T = TypeVar("T")
 URL_VARIABLE = "HEADRACE_REDIS_URL"
+BLOBS_VARIABLE = "HEADRACE_BLOBS"
 DEFAULT_URL = "redis://localhost:6379/0"
 
 
@@ -63,7 +65,9 @@ class Client:
     """Submits jobs and reads results. Thread-safe; one connection pool.
 
     `url` None: `HEADRACE_REDIS_URL`, else localhost. `queue` None: each job goes to the queue of
-    its model, or to the one that the live workers serve. Other settings: `operations.Settings`.
+    its model, or to the one that the live workers serve. `blobs` (or `HEADRACE_BLOBS`): a folder or
+    fsspec URL for payloads and results above 64 KiB, the same as the workers'. Other settings:
+    `operations.Settings`.
     Every call is sent again after a lost connection, for `retry_for` seconds, and none is applied
     twice. Raises RedisUnavailable when Redis cannot be reached in that time.
     """
@@ -74,9 +78,13 @@ class Client:
         *,
         queue: str | None = None,
         client: redis.Redis | None = None,
+        blobs: str | None = None,
         **settings: Any,
     ) -> None:
-        self.settings = Settings(queue=queue, **settings)
+        root = blobs or os.environ.get(BLOBS_VARIABLE)
+        self.blobs = BlobStore(root) if root else None
+        large = THRESHOLD if root else 0
+        self.settings = Settings(**{"queue": queue, "large": large, **settings})
         self.redis = client or connection.connect(
             url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
         )
@@ -235,7 +243,9 @@ class Client:
 
     def with_settings(self, **changes: Any) -> "Client":
         """The same connection under other settings."""
-        return type(self)(client=self.redis, **{**_fields(self.settings), **changes})
+        other = type(self)(client=self.redis, **{**_fields(self.settings), **changes})
+        other.blobs = self.blobs
+        return other
 
     def ping(self) -> None:
         """RedisUnavailable unless Redis answers."""
@@ -255,10 +265,15 @@ class Client:
         try:
             call = next(steps)
             while True:
-                call = steps.send(connection.send(self.redis, call, self.settings.retry_for))
+                call = steps.send(self._perform(call))
         except StopIteration as done:
             value: T = done.value
             return value
+
+    def _perform(self, call: Call) -> Any:
+        if isinstance(call, BlobCall):
+            return perform(self.blobs, call)
+        return connection.send(self.redis, call, self.settings.retry_for)
 
     def _check_memory(self, until: float | None = None) -> None:
         """At most once a second."""

@@ -131,14 +131,22 @@ def stream_error(text: str) -> bytes:
     return base64.b64encode(zlib.compress(text.encode()))
 
 
+def stream_text(job_id: str, entry: dict[bytes, bytes]) -> bytes | None:
+    """The JSON in an entry of RQ's result stream, or None where RQ recorded a traceback alone."""
+    value = entry.get(b"return_value")
+    if value is None:
+        return None
+    try:
+        return base64.b64decode(value)
+    except binascii.Error as error:
+        raise PayloadError("invalid_result", f"job {job_id} has no base64 result") from error
+
+
 def read_stream(job_id: str, entry: dict[bytes, bytes]) -> Result:
     """A Result from an entry of RQ's result stream, ours or written by RQ itself."""
-    value = entry.get(b"return_value")
+    value = stream_text(job_id, entry)
     if value is not None:
-        try:
-            return decode_result(job_id, base64.b64decode(value))
-        except binascii.Error as error:
-            raise PayloadError("invalid_result", f"job {job_id} has no base64 result") from error
+        return decode_result(job_id, value)
     text = b""
     if entry.get(b"exc_string"):
         try:

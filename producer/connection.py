@@ -19,7 +19,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from headrace.producer.errors import QueueFull, RedisUnavailable
-from headrace.producer.scripts import Block, Call, Commands, Eval, Pause
+from headrace.producer.scripts import Block, Commands, Eval, Pause, RedisCall
 
 RETRY_FOR = 30.0
 BLOCK_SLACK = 5.0
@@ -169,7 +169,10 @@ def unavailable(error: Exception) -> RedisUnavailable:
 
 def is_full(error: Exception) -> bool:
     """Redis' own refusal because its memory is full."""
-    return isinstance(error, redis.exceptions.OutOfMemoryError) or str(error).startswith("OOM")
+    # Redis 6.2 wraps what a script met in words of its own.
+    return "OOM command not allowed" in str(error) or isinstance(
+        error, redis.exceptions.OutOfMemoryError
+    )
 
 
 def is_transient(error: Exception) -> bool:
@@ -201,7 +204,7 @@ def translate(error: Exception) -> Exception:
     return error
 
 
-def send(client: RedisClient, call: Call, retry_for: float = RETRY_FOR) -> Any:
+def send(client: RedisClient, call: RedisCall, retry_for: float = RETRY_FOR) -> Any:
     """The reply to one call."""
     if isinstance(call, Pause):
         time.sleep(call.seconds)
@@ -216,7 +219,7 @@ def send(client: RedisClient, call: Call, retry_for: float = RETRY_FOR) -> Any:
             time.sleep(patience.next_delay(error))
 
 
-async def send_async(client: Any, call: Call, retry_for: float = RETRY_FOR) -> Any:
+async def send_async(client: Any, call: RedisCall, retry_for: float = RETRY_FOR) -> Any:
     """As `send`, for asyncio."""
     if isinstance(call, Pause):
         await asyncio.sleep(call.seconds)
@@ -231,7 +234,7 @@ async def send_async(client: Any, call: Call, retry_for: float = RETRY_FOR) -> A
             await asyncio.sleep(patience.next_delay(error))
 
 
-async def _send_once_async(client: Any, call: Call) -> Any:
+async def _send_once_async(client: Any, call: RedisCall) -> Any:
     if isinstance(call, Eval):
         tail = (len(call.keys), *call.keys, *call.args)
         try:
@@ -247,7 +250,7 @@ async def _send_once_async(client: Any, call: Call) -> Any:
     return await client.execute_command(*call.command)
 
 
-def _send_once(client: RedisClient, call: Call) -> Any:
+def _send_once(client: RedisClient, call: RedisCall) -> Any:
     if isinstance(call, Eval):
         tail = (len(call.keys), *call.keys, *call.args)
         try:

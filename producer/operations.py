@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 import orjson
 
-from headrace.producer import codec, errors, keys, scripts
+from headrace.producer import blobs, codec, errors, keys, scripts
 from headrace.producer.errors import (
     IdempotencyConflict,
     InvalidRequest,
@@ -25,7 +25,16 @@ from headrace.producer.errors import (
     ResultTimeout,
 )
 from headrace.producer.schemas import Failure, Request, Result
-from headrace.producer.scripts import Block, Call, Commands, Eval, Pause
+from headrace.producer.scripts import (
+    Block,
+    Call,
+    Commands,
+    DeleteBlobs,
+    Eval,
+    Pause,
+    ReadBlob,
+    WriteBlobs,
+)
 
 T = TypeVar("T")
 Steps = Generator[Call, Any, T]
@@ -110,7 +119,8 @@ class Settings:
     """What a client does with every job. Times in seconds; 0 means no limit.
 
     `max_queue_depth` and `max_queue_bytes` (of payloads not yet done) refuse admission;
-    `memory_watermark` does at that share of Redis' maxmemory.
+    `memory_watermark` does at that share of Redis' maxmemory. `large`: payloads of more bytes go to
+    the blob store.
     """
 
     queue: str | None = None
@@ -121,6 +131,7 @@ class Settings:
     memory_watermark: float = 0.95
     max_payload_bytes: int = codec.MAX_PAYLOAD_BYTES
     retry_for: float = 30.0
+    large: int = 0
     clock: str = ""
 
 
@@ -132,6 +143,7 @@ class Outgoing:
     data: bytes
     estimate: str
     options: bytes
+    blob: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +227,17 @@ def encode(request: Request, placement: Placement, job_id: str, settings: Settin
         prompt_tokens = len(request.prompt)
     else:
         prompt_tokens = -(-len(payload) // BYTES_PER_TOKEN)
+    blob = None
+    size = len(payload)
+    if settings.large and size > settings.large:
+        blob, payload = payload, blobs.reference(hashlib.sha256(payload).hexdigest(), size)
     output = DEFAULT_OUTPUT_TOKENS if request.max_tokens is None else max(0, request.max_tokens)
     return Outgoing(
         job_id=keys.check_id("job_id", job_id),
         data=codec.pack(payload),
         estimate=f"{prompt_tokens},{output * (request.n or 1)},{len(payload)}",
         options=_options(placement, settings),
+        blob=blob,
     )
 
 
@@ -275,6 +292,10 @@ def check_memory(settings: Settings) -> Steps[None]:
 
 def enqueue(jobs: Sequence[Outgoing], placement: Placement, settings: Settings) -> Steps[list[int]]:
     """Codes of ENQUEUE for one chunk, in one round trip."""
+    contents = tuple((job.job_id, job.blob) for job in jobs if job.blob is not None)
+    if contents:
+        # Before the job: a job whose content is not there yet could be claimed.
+        yield WriteBlobs(contents)
     args: list[scripts.Argument] = [
         settings.clock,
         placement.name,
@@ -375,7 +396,8 @@ def wait_result(job_id: str, timeout: float | None) -> Steps[Result]:
         job_state = state_of(_text(state)) if state else JobState.SUCCEEDED
         if job_state.terminal:
             if entries:
-                return (yield from _complete(job_id, codec.read_stream(job_id, entries[0][1])))
+                result = yield from _read_entry(job_id, entries[0][1])
+                return (yield from _complete(job_id, result))
             if job_state is JobState.CANCELLED:
                 return codec.failed(job_id, errors.CANCELLED, "the job was cancelled")
             return codec.failed(job_id, "result_gone", "the job ended but its result is gone")
@@ -390,6 +412,15 @@ def wait_result(job_id: str, timeout: float | None) -> Steps[Result]:
             ("XREAD", "BLOCK", max(1, int(left * 1000)), "STREAMS", keys.results(job_id), last),
             left,
         )
+
+
+def _read_entry(job_id: str, entry: dict[bytes, bytes]) -> Steps[Result]:
+    text = codec.stream_text(job_id, entry)
+    digest = blobs.digest_in(text) if text is not None else None
+    if digest is None:
+        return codec.read_stream(job_id, entry)
+    content = yield ReadBlob(job_id, digest)
+    return codec.decode_result(job_id, content)
 
 
 def _complete(job_id: str, result: Result) -> Steps[Result]:
@@ -425,11 +456,10 @@ def read_results(job_ids: Sequence[str]) -> Steps[dict[str, Result]]:
     replies = yield Commands(
         tuple(("XREVRANGE", keys.results(job_id), "+", "-", "COUNT", 1) for job_id in job_ids)
     )
-    found = {
-        job_id: codec.read_stream(job_id, entries[0][1])
-        for job_id, entries in zip(job_ids, replies, strict=True)
-        if entries
-    }
+    found = {}
+    for job_id, entries in zip(job_ids, replies, strict=True):
+        if entries:
+            found[job_id] = yield from _read_entry(job_id, entries[0][1])
     return (yield from _complete_many(found))
 
 
@@ -482,9 +512,11 @@ def forget(job_ids: Sequence[str], settings: Settings) -> Steps[int]:
     deleted = 0
     for start in range(0, len(job_ids), MANY):
         some = [keys.check_id("job_id", job_id) for job_id in job_ids[start : start + MANY]]
-        deleted += int(
-            (yield Eval(scripts.producer("forget"), (keys.queues(),), (settings.clock, *some)))
-        )
+        call = Eval(scripts.producer("forget"), (keys.queues(),), (settings.clock, *some))
+        gone = yield call
+        deleted += len(gone)
+        if settings.large and gone:
+            yield DeleteBlobs(tuple(_text(job_id) for job_id in gone))
     return deleted
 
 
@@ -559,9 +591,8 @@ def completed(
     for raw_id, entry in reply[1:]:
         job_id = _text(raw_id)
         if entry:
-            found[job_id] = codec.read_stream(
-                job_id, dict(zip(entry[::2], entry[1::2], strict=True))
-            )
+            fields = dict(zip(entry[::2], entry[1::2], strict=True))
+            found[job_id] = yield from _read_entry(job_id, fields)
     found = yield from _complete_many(found)
     items = [(_text(raw_id), found.get(_text(raw_id))) for raw_id, _ in reply[1:]]
     return Completed(items, int(reply[0]))

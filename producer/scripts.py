@@ -71,4 +71,26 @@ class Pause:
     seconds: float
 
 
-Call = Eval | Commands | Block | Pause
+@dataclass(frozen=True, slots=True)
+class ReadBlob:
+    """Content that a job refers to by its hash; answers bytes."""
+
+    job_id: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class WriteBlobs:
+    """Contents of jobs, (id, content) each, too large for Redis."""
+
+    contents: tuple[tuple[str, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteBlobs:
+    job_ids: tuple[str, ...]
+
+
+RedisCall = Eval | Commands | Block | Pause
+BlobCall = ReadBlob | WriteBlobs | DeleteBlobs
+Call = RedisCall | BlobCall

@@ -22,6 +22,7 @@ import orjson
 import redis
 
 from headrace.producer import codec, connection, errors, keys, operations, scripts
+from headrace.producer.blobs import THRESHOLD, BlobStore, digest_in, perform, reference
 from headrace.producer.errors import PayloadError, QueueFull, RedisUnavailable
 from headrace.worker.outbox import Outbox
 from headrace.worker.rq_worker import WORKER_TTL, Registration
@@ -39,6 +40,9 @@ log = logging.getLogger(__name__)
 
 GROUP: Final = 128
 """Jobs a script call, at most: 256 would block Redis for 8 ms."""
+
+BLOB_SWEEP: Final = 600.0
+"""Seconds between sweeps of the blob store."""
 
 _KINDS: Final = {
     OutcomeKind.SUCCEEDED: 1,
@@ -106,6 +110,7 @@ class RedisSource:
         *,
         name: str | None = None,
         settings: LeaseSettings | None = None,
+        blobs: BlobStore | None = None,
     ) -> None:
         if not queues:
             raise ValueError("a worker needs at least one queue")
@@ -113,6 +118,8 @@ class RedisSource:
         self.name = name or worker_name()
         self.settings = settings or LeaseSettings()
         self.on_lost: Callable[[list[ClaimedJob]], None] | None = None
+        self._blobs = blobs
+        self._swept = time.monotonic()
         self._connect = connect
         self._redis = connect()
         self._waiter = connect()
@@ -223,6 +230,8 @@ class RedisSource:
             if refusal != "-":
                 raise PayloadError("unsupported_job", f"RQ's {refusal} is not supported")
             payload = codec.unpack(data, self.settings.max_payload_bytes)
+            if (digest := digest_in(payload)) is not None:
+                payload = self._read_blob(job_id, digest)
         except PayloadError as error:
             problem = error
         job = ClaimedJob(
@@ -238,6 +247,16 @@ class RedisSource:
             checkpoint=checkpoint or None,
         )
         return job, problem
+
+    def _read_blob(self, job_id: str, digest: str) -> bytes:
+        if self._blobs is None:
+            raise PayloadError(
+                "blob_missing", "the payload lies in a blob store, and this worker has none"
+            )
+        try:
+            return self._blobs.get(job_id, digest)
+        except OSError as error:
+            raise PayloadError("blob_unavailable", f"the blob store fails: {error}") from error
 
     def _peek(self, seconds: float) -> bool:
         """Wait until the one list has something: a move of its head to its head removes nothing."""
@@ -295,7 +314,7 @@ class RedisSource:
 
     def _add_outcome(self, outcome: Outcome, lines: list[str], blobs: list[bytes]) -> None:
         job = outcome.job
-        result = codec.stream_value(outcome.result)
+        result = codec.stream_value(self._light(job, outcome.result))
         delay, extra = 0.0, b""
         if outcome.kind is not OutcomeKind.SUCCEEDED:
             failure = _failure(outcome.result)
@@ -309,6 +328,12 @@ class RedisSource:
             f"{len(result)} {len(extra)}"
         )
         blobs += (result, extra)
+
+    def _light(self, job: ClaimedJob, result: bytes) -> bytes:
+        """The result, or a reference when it is large and there is a blob store."""
+        if self._blobs is None or len(result) <= THRESHOLD:
+            return result
+        return reference(self._blobs.put(job.job_id, result), len(result))
 
     def checkpoint(self, jobs: Sequence[tuple[ClaimedJob, bytes]]) -> None:
         """Store progress for those still leased to us; skipped when Redis' memory is full."""
@@ -358,7 +383,20 @@ class RedisSource:
             if int(taken) < GROUP:
                 break
         self._guard(self._outbox.deliver)
+        if self._blobs is not None and time.monotonic() - self._swept > BLOB_SWEEP:
+            self._swept = time.monotonic()
+            self._sweep(self._blobs)
         return total
+
+    def _sweep(self, store: BlobStore) -> None:
+        """Delete contents of jobs whose record is gone. An hour's grace: contents come first."""
+        for some in connection.chunks(list(store.older_than(3600)), GROUP):
+            alive = self._send(
+                scripts.Commands(tuple(("EXISTS", keys.job(job_id)) for job_id in some))
+            )
+            for job_id, exists in zip(some, alive, strict=True):
+                if not exists:
+                    store.delete(job_id)
 
     # WorkerRegistry
 
@@ -434,7 +472,7 @@ class RedisSource:
     def _eval_script(self, script: scripts.Script, key: str, *args: scripts.Argument) -> Any:
         return self._send(scripts.Eval(script, (key,), (self.settings.clock, *args)))
 
-    def _send(self, call: scripts.Call) -> Any:
+    def _send(self, call: scripts.RedisCall) -> Any:
         try:
             return connection.send(self._redis, call, retry_for=0.5)
         except RedisUnavailable as error:
@@ -444,7 +482,10 @@ class RedisSource:
         try:
             call = next(steps)
             while True:
-                call = steps.send(self._send(call))
+                if isinstance(call, scripts.BlobCall):
+                    call = steps.send(perform(self._blobs, call))
+                else:
+                    call = steps.send(self._send(call))
         except StopIteration as done:
             return done.value
 
@@ -479,9 +520,12 @@ def _rows(lines: bytes = b"", blob: bytes = b"") -> Iterator[tuple[list[str], by
 
 
 def _refusal(job: ClaimedJob, problem: PayloadError) -> Outcome:
+    """A job that cannot be read fails, or waits for a blob store that does not answer now."""
     log.info("refused: %s", problem, extra={"job_id": job.job_id})
-    result = codec.failed(job.job_id, problem.code, str(problem))
-    return Outcome(job, OutcomeKind.FAILED, codec.encode_result(result))
+    retry = problem.code == "blob_unavailable"
+    result = codec.failed(job.job_id, problem.code, str(problem), retryable=retry)
+    kind = OutcomeKind.RETRY if retry else OutcomeKind.FAILED
+    return Outcome(job, kind, codec.encode_result(result))
 
 
 def _failure(result: bytes) -> dict[str, str]:

@@ -2,9 +2,9 @@
 -- Touches: P:job:ID, P:results:ID, P:finished:L, P:failed:L, P:canceled:L, P:queue:L (cancelled ids
 --   that still lie there), x:ghost, x:dead:Q, x:history:ID, x:n:Q
 -- KEYS: 1 P:queues
--- ARGV: clock, then ids. Returns how many were deleted.
+-- ARGV: clock, then ids. Returns those that were deleted.
 
-local deleted = 0
+local deleted = {}
 local gone, registries = {}, {}
 for i = 2, #ARGV do
   local id = ARGV[i]
@@ -23,7 +23,7 @@ for i = 2, #ARGV do
     if f.att or f.crashes then gone[#gone + 1] = X .. 'history:' .. id end
     if f.status == 'failed' then call('ZREM', X .. 'dead:' .. base, id) end
     count(base, 'removed', 1)
-    deleted = deleted + 1
+    deleted[#deleted + 1] = id
   end
 end
 for k, ids in pairs(registries) do call('ZREM', k, unpack(ids)) end

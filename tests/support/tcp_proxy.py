@@ -9,13 +9,14 @@ import time
 class TcpProxy:
     """Listens on loopback and forwards to `port`. `lose_replies(n)` drops the next n replies that
     carry data and cuts their connections; `cut()` drops all connections now; `refuse` closes new
-    ones at once."""
+    ones at once, `refuse_after_loss` from the first lost reply on."""
 
     def __init__(self, port: int) -> None:
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listener.getsockname()[1])
         self.refuse = False
+        self.refuse_after_loss = False
         self.lost = 0
         self._to_lose = 0
         self._must_contain = b""
@@ -80,6 +81,7 @@ class TcpProxy:
                 elif armed.is_set():
                     # The server has acted; the client will never know.
                     self.lost += 1
+                    self.refuse = self.refuse or self.refuse_after_loss
                     break
                 target.sendall(data)
         except OSError:

@@ -90,8 +90,9 @@ def run_ours(url: str, count: int) -> dict[str, float]:
     connections: list[CountingRedis] = []
 
     def connect() -> redis.Redis:
-        connections.append(CountingRedis.from_url(url))
-        return connections[-1]
+        client = CountingRedis(connection_pool=redis.ConnectionPool.from_url(url))
+        connections.append(client)
+        return client
 
     source = RedisSource(connect, [QUEUE])
     source.start()
