@@ -114,6 +114,7 @@ class ServingLoop:
         self._lost: deque[ClaimedJob] = deque()
         self._lost_unseen: dict[str, float] = {}
         self._next_expiry = 0.0
+        self._steps = 0
         self._recovery = Recovery()
         self._unbegun: list[InFlight] = []
         self._dirty = False
@@ -354,7 +355,9 @@ class ServingLoop:
 
     def _save_progress(self, output: StepOutput) -> None:
         every = self._settings.checkpoint_every
-        if not every:
+        self._steps += 1
+        # Looking at every sequence after every step would cost more than it tells.
+        if not every or self._steps % max(1, every // 16):
             return
         progress = []
         for sequence in output.progressed:

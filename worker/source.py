@@ -124,8 +124,6 @@ class WorkerFacts:
     running: int = 0
     prefill_tokens_per_second: float = 0.0
     decode_tokens_per_second: float = 0.0
-    bytes_per_token: float = 0.0
-    mean_output_tokens: float = 0.0
     cold_start_seconds: float = 0.0
     started_at: float = 0.0
 

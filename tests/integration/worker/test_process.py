@@ -337,3 +337,19 @@ def test_a_hung_step_lets_its_leases_lapse_and_fails_the_health_check(
         hung.signal(signal.SIGTERM)
         assert hung.exit_status() == 0
         assert client.result("long", timeout=1).ok
+
+
+def test_sigterm_while_loading_ends_the_worker_with_nothing_claimed(
+    start: Start, redis_url: str
+) -> None:
+    with Client(redis_url) as client:
+        client.submit("a", job_id="waiting", queue="tiny")
+        worker = start()
+        worker.wait_said("metrics and health on")
+        wait_until(lambda: bool(client.workers()), "registered while it loads")
+        assert client.workers()[0].state == "loading"
+        worker.signal(signal.SIGTERM)
+        assert worker.exit_status() == 0
+        assert worker.said("while loading: nothing was claimed")
+        assert client.redis.hget("rq:job:waiting", "fence") is None
+        assert client.workers() == []
