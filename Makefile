@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 READY := $(VENV)/.installed
 
-.PHONY: demo test check bench format venv
+.PHONY: demo test check bench format venv kernels-aot kernels-full
 
 venv: $(READY)
 
@@ -36,3 +36,11 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m headrace.worker.bench
+
+# Every kernel compiled for sm_75, sm_80 and sm_90 and compared with kernels/data/aot.tsv; no GPU.
+kernels-aot: $(READY)
+	env -u TRITON_INTERPRET $(BIN)/python -m headrace.kernels.aot
+
+# The cross product of what `make test` covers by pairs: compiled on a GPU, else hours of interpreter.
+kernels-full: $(READY)
+	KERNELS_FULL=1 $(BIN)/python -m pytest tests/kernels

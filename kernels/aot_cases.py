@@ -10,10 +10,17 @@ from typing import NamedTuple
 
 import torch
 
+from headrace.kernels.batch_invariant_matmul import batch_invariant_matmul
+from headrace.kernels.block_copy import clear_blocks, copy_blocks
+from headrace.kernels.embedding import embedding
 from headrace.kernels.gated_activation import gelu_tanh_and_mul, silu_and_mul
+from headrace.kernels.logprobs import token_logprobs
 from headrace.kernels.paged_attention import paged_attention
+from headrace.kernels.penalties import count_tokens, penalize
 from headrace.kernels.rms_norm import add_rms_norm, rms_norm
 from headrace.kernels.rotary import rotary_and_store
+from headrace.kernels.sampling import sample
+from headrace.kernels.shared_prefix_attention import PrefixGroups, shared_prefix_attention
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (16, 32)
@@ -90,50 +97,135 @@ def _rotary(dtype: torch.dtype) -> Iterator[Case]:
     yield case(128, 64, 16, False, False)
 
 
-def _paged(
+def _attention(
     dtype: torch.dtype,
     head_dim: int,
     mode: str,
     *,
+    shared: bool = False,
     group: int = 4,
     block_size: int = 16,
     window: int | None = None,
     softcap: float | None = None,
     speculated: int = 1,
 ) -> Case:
-    tokens = {"decode": 256, "split": 2}.get(mode, 512) * speculated
     num_seqs = 256 if mode == "decode" else 2
+    decodes = mode in ("decode", "split")
+    tokens = num_seqs * speculated if decodes else 512
     q = _tensor(tokens, 8 * group, head_dim, dtype=dtype)
     cache = _tensor(4096, block_size, 8, head_dim, dtype=dtype)
-    tables = _tensor(num_seqs, 256, dtype=torch.int32)
-    starts = _tensor(num_seqs + 1, dtype=torch.int32)
     lens = _tensor(num_seqs, dtype=torch.int32)
-    name = f"paged {mode} {head_dim} group{group} block{block_size}"
+    starts = _tensor(num_seqs + 1, dtype=torch.int32)
+    tables = _tensor(num_seqs, 256, dtype=torch.int32)
+    launch: Callable[..., object] = paged_attention
+    arguments: tuple[object, ...] = (q, cache, cache, tables, starts, lens)
+    if shared:
+        launch = shared_prefix_attention
+        arguments += (PrefixGroups(starts, lens, lens, max_prefix_len=2048),)
+    name = f"{'shared' if shared else 'paged'} {mode} {head_dim} group{group} block{block_size}"
     name += f" window{window}" * (window is not None) + " softcap" * (softcap is not None)
     name += f" speculated{speculated}" * (speculated > 1)
-    return Case(
-        name,
-        lambda: paged_attention(
-            q, cache, cache, tables, starts, lens,
-            max_query_len=speculated if mode in ("decode", "split") else 512,
-            max_seq_len=4096, scale=head_dim**-0.5, window=window, softcap=softcap,
-            deterministic=mode == "deterministic", max_split_query_len=speculated,
-        ),
-    )  # fmt: skip
+    call = partial(
+        launch,
+        *arguments,
+        max_query_len=speculated if decodes else 512,
+        max_seq_len=4096,
+        scale=head_dim**-0.5,
+        window=window,
+        softcap=softcap,
+        deterministic=mode == "deterministic",
+        max_split_query_len=speculated,
+    )
+    return Case(name, call)
 
 
 def _paged_attention(dtype: torch.dtype) -> Iterator[Case]:
     modes = ("decode", "split", "mixed", "deterministic")
     for head_dim in HEAD_DIMS:
         for mode in modes:
-            yield _paged(dtype, head_dim, mode)
+            yield _attention(dtype, head_dim, mode)
+    if dtype == torch.float32:
+        return
     for mode in modes:
         for group in (1, 7, 16):
-            yield _paged(dtype, 128, mode, group=group)
-        yield _paged(dtype, 128, mode, block_size=32)
-        yield _paged(dtype, 256, mode, block_size=32, window=1024, softcap=50.0)
-        yield _paged(dtype, 64, mode, window=128)
-        yield _paged(dtype, 64, mode, speculated=5)
+            yield _attention(dtype, 128, mode, group=group)
+        yield _attention(dtype, 128, mode, block_size=32)
+        yield _attention(dtype, 256, mode, block_size=32, window=1024, softcap=50.0)
+        yield _attention(dtype, 64, mode, window=128)
+        yield _attention(dtype, 64, mode, speculated=5)
 
 
-FAMILIES = (_rms_norm, _gated_activation, _rotary, _paged_attention)
+def _shared_prefix(dtype: torch.dtype) -> Iterator[Case]:
+    for head_dim in HEAD_DIMS:
+        for mode in ("decode", "deterministic"):
+            yield _attention(dtype, head_dim, mode, shared=True)
+    if dtype == torch.float32:
+        return
+    for mode in ("decode", "mixed"):
+        for group in (1, 7, 16):
+            yield _attention(dtype, 128, mode, shared=True, group=group)
+        yield _attention(dtype, 256, mode, shared=True, block_size=32, window=1024, softcap=50.0)
+        yield _attention(dtype, 64, mode, shared=True, speculated=5)
+
+
+def _sampling(dtype: torch.dtype) -> Iterator[Case]:
+    rows, vocab_size = 64, 151936
+    logits = _tensor(rows, vocab_size, dtype=dtype)
+    words = _tensor(rows, vocab_size // 32, dtype=torch.int32)
+    number = _tensor(rows, dtype=torch.float32)
+    whole = _tensor(rows, dtype=torch.int64)
+    for filtered in (True, False):
+        for bitmask in (None, words):
+            name = "sample" + " filtered" * filtered + " bitmask" * (bitmask is not None)
+            call = partial(
+                sample, logits, vocab_size=vocab_size, temperature=number, top_k=whole,
+                top_p=number, min_p=number, seed=whole, sample_index=whole, position=whole,
+                bitmask=bitmask, filtered=filtered,
+            )  # fmt: skip
+            yield Case(name, call)
+    yield Case(
+        "token_logprobs",
+        partial(token_logprobs, logits, whole, whole, vocab_size=vocab_size, num_top=20),
+    )
+    if dtype == torch.float32:
+        counts = _tensor(rows, vocab_size, dtype=torch.int32)
+        yield Case("count_tokens output", partial(count_tokens, counts, whole, whole))
+        yield Case("count_tokens prompt", partial(count_tokens, counts, whole, whole, prompt=True))
+        penalties = (number, number, number)
+        yield Case("penalize", partial(penalize, logits, whole, counts, whole, *penalties))
+
+
+def _embedding(dtype: torch.dtype) -> Iterator[Case]:
+    for hidden in HIDDEN:
+        weight, ids = _tensor(1024, hidden, dtype=dtype), _tensor(8, dtype=torch.int64)
+        yield Case(f"embedding {hidden}", partial(embedding, ids, weight, size=1000))
+
+
+def _block_copy(dtype: torch.dtype) -> Iterator[Case]:
+    for block_size in BLOCK_SIZES:
+        cache = _tensor(64, block_size, 8, 128, dtype=dtype)
+        pairs, blocks = _tensor(4, 2, dtype=torch.int64), _tensor(4, dtype=torch.int64)
+        yield Case(f"copy_blocks block{block_size}", partial(copy_blocks, cache, cache, pairs))
+        yield Case(f"clear_blocks block{block_size}", partial(clear_blocks, cache, cache, blocks))
+
+
+def _matmul(dtype: torch.dtype) -> Iterator[Case]:
+    for n, k in ((4096, 4096), (24576, 4096), (4096, 12288), (151936, 1024), (1152, 576)):
+        x, w = _tensor(64, k, dtype=dtype), _tensor(n, k, dtype=dtype)
+        yield Case(f"batch_invariant_matmul {n}x{k}", partial(batch_invariant_matmul, x, w))
+        if (n, k) == (4096, 4096):
+            call = partial(batch_invariant_matmul, x, w, _tensor(n, dtype=dtype))
+            yield Case(f"batch_invariant_matmul {n}x{k} bias", call)
+
+
+FAMILIES = (
+    _rms_norm,
+    _gated_activation,
+    _rotary,
+    _paged_attention,
+    _shared_prefix,
+    _sampling,
+    _embedding,
+    _block_copy,
+    _matmul,
+)

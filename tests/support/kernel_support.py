@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -71,25 +72,40 @@ def empty_is_poison() -> Iterator[None]:
 def combinations(**axes: Iterable[Any]) -> list[dict[str, Any]]:
     """Cases that cover every pair of values of two axes; with KERNELS_FULL=1 the cross product.
 
-    Greedy: each case takes the candidate that covers most pairs still open. Deterministic.
+    Each case starts from a pair that is still open and takes on every other axis the value that
+    closes most open pairs, the least used of them. Deterministic.
     """
     names = list(axes)
     values = [list(axes[name]) for name in names]
-    product = [dict(zip(names, row, strict=True)) for row in itertools.product(*values)]
-    if FULL or len(names) < 2:
-        return product
-
-    def pairs(case: dict[str, Any]) -> set[tuple[str, str, str, str]]:
-        return {(a, repr(case[a]), b, repr(case[b])) for a, b in itertools.combinations(names, 2)}
-
-    covers = [pairs(case) for case in product]
-    open_pairs = set().union(*covers)
-    chosen = []
+    if FULL or len(names) == 1:
+        return [dict(zip(names, row, strict=True)) for row in itertools.product(*values)]
+    open_pairs = {
+        ((i, x), (j, y))
+        for i, j in itertools.combinations(range(len(names)), 2)
+        for x in range(len(values[i]))
+        for y in range(len(values[j]))
+    }
+    used: Counter[tuple[int, int]] = Counter()
+    cases = []
     while open_pairs:
-        best = max(range(len(product)), key=lambda i: len(covers[i] & open_pairs))
-        open_pairs -= covers[best]
-        chosen.append(product[best])
-    return chosen
+        case = dict(min(open_pairs))
+        for axis in range(len(names)):
+            if axis not in case:
+                case[axis] = max(
+                    range(len(values[axis])),
+                    key=lambda x: (
+                        sum(_pair((axis, x), at) in open_pairs for at in case.items()),
+                        -used[axis, x],
+                    ),
+                )
+        used.update(case.items())
+        open_pairs -= set(itertools.combinations(sorted(case.items()), 2))
+        cases.append({name: values[i][case[i]] for i, name in enumerate(names)})
+    return cases
+
+
+def _pair(a: tuple[int, int], b: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (a, b) if a < b else (b, a)
 
 
 def case_id(case: dict[str, Any]) -> str:
