@@ -3,6 +3,7 @@
 import platform
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import click
 import orjson
@@ -29,7 +30,7 @@ _SHOWN = 5
 @option("--dtype", default="auto", show_default=True, help="As for `headrace worker`.")
 @click.pass_context
 def demo(ctx: click.Context, model: str, folder: Path, dtype: str) -> None:
-    """Answer 40 messages to a shop's help desk, all with the same long instructions.
+    """Answer 40 visitors of a museum, all with the same long instructions to the guide.
 
     A private Redis, a worker process and our engine start for it and end with it. Needs no GPU and
     no account; the model (135 million parameters) comes from a Python package on first use.
@@ -40,7 +41,7 @@ def demo(ctx: click.Context, model: str, folder: Path, dtype: str) -> None:
         resources.files("headrace.producer").joinpath("data/demo.json").read_bytes()
     )
     messages: list[str] = data["messages"]
-    write_prompts(prompts, data["system"], messages, data["max_tokens"])
+    write_prompts(prompts, data["system"], messages, data["sampling"])
     click.echo(f"machine: {this_machine()}, Python {platform.python_version()}")
     click.echo(f"model:   {model}")
     click.echo(f"prompts: {prompts} ({len(messages)} chats with one long system prompt)")
@@ -59,7 +60,7 @@ def demo(ctx: click.Context, model: str, folder: Path, dtype: str) -> None:
     ctx.exit(summary.exit_code)
 
 
-def write_prompts(path: Path, system: str, messages: list[str], max_tokens: int) -> None:
+def write_prompts(path: Path, system: str, messages: list[str], sampling: dict[str, Any]) -> None:
     """OpenAI Batch lines, greedy, so that the answers are the same every time."""
     with path.open("wb") as file:
         for number, message in enumerate(messages, 1):
@@ -68,8 +69,7 @@ def write_prompts(path: Path, system: str, messages: list[str], max_tokens: int)
                     {"role": "system", "content": system},
                     {"role": "user", "content": message},
                 ],
-                "max_tokens": max_tokens,
-                "temperature": 0,
+                **sampling,
             }
             line = {
                 "custom_id": f"message-{number}",
