@@ -12,11 +12,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import orjson
 import redis
@@ -38,8 +38,12 @@ from headrace.worker.source import (
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 GROUP: Final = 128
 """Jobs a script call, at most: 256 would block Redis for 8 ms."""
+
+GROUP_BYTES: Final = 8 * 1024 * 1024
 
 BLOB_SWEEP: Final = 600.0
 """Seconds between sweeps of the blob store."""
@@ -293,7 +297,7 @@ class RedisSource:
     def finish(self, outcomes: Sequence[Outcome]) -> list[FinishCode]:
         """Write results and acknowledge, each atomically; codes in the order given."""
         codes: list[FinishCode] = []
-        for group in _groups(outcomes):
+        for group in _groups(outcomes, lambda outcome: len(outcome.result)):
             lines: list[str] = []
             blobs: list[bytes] = []
             for outcome in group:
@@ -337,7 +341,7 @@ class RedisSource:
 
     def checkpoint(self, jobs: Sequence[tuple[ClaimedJob, bytes]]) -> None:
         """Store progress for those still leased to us; skipped when Redis' memory is full."""
-        for group in _groups(jobs):
+        for group in _groups(jobs, lambda item: len(item[1])):
             args: list[scripts.Argument] = []
             for job, blob in group:
                 args += (job.queue, job.job_id, job.execution_id, blob)
@@ -350,7 +354,8 @@ class RedisSource:
         """Put jobs back without charging an attempt; the first given will be the first in line."""
         front = [item for item in released if item.to_front]
         tail = [item for item in released if not item.to_front]
-        for group in _groups([*reversed(front), *tail]):
+        ordered = [*reversed(front), *tail]
+        for group in _groups(ordered, lambda item: len(item.checkpoint or b"")):
             args: list[scripts.Argument] = [self.name]
             for item in group:
                 job = item.job
@@ -504,8 +509,18 @@ class RedisSource:
                 self._held.pop(job.execution_id, None)
 
 
-def _groups(items: Sequence[Any]) -> Iterator[list[Any]]:
-    return connection.chunks(list(items), GROUP)
+def _groups(items: Iterable[T], size: Callable[[T], int] = lambda item: 0) -> Iterator[list[T]]:
+    """Parts of at most GROUP items and, but for a single one, GROUP_BYTES."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        if group and (len(group) >= GROUP or total + size(item) > GROUP_BYTES):
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += size(item)
+    if group:
+        yield group
 
 
 def _rows(lines: bytes = b"", blob: bytes = b"") -> Iterator[tuple[list[str], bytes, bytes]]:

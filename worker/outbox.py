@@ -8,6 +8,7 @@ allowed that very name. RQ's webhooks are never called.
 
 import importlib
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from headrace.worker import rq_worker
 log = logging.getLogger(__name__)
 
 BATCH = 64
+LONGEST = 5.0
 
 
 class Outbox:
@@ -27,7 +29,14 @@ class Outbox:
         self._callbacks: dict[str, Callable[..., Any]] = {name: _load(name) for name in allowed}
 
     def deliver(self) -> int:
-        """Deal with what waits; how many."""
+        """Deal with what waits, within some seconds; how many."""
+        done = 0
+        end = time.monotonic() + LONGEST
+        while time.monotonic() < end and (some := self._deliver_some()):
+            done += some
+        return done
+
+    def _deliver_some(self) -> int:
         ids = self._redis.lrange(keys.outbox(), 0, BATCH - 1)
         for raw in ids:
             job_id = raw.decode() if isinstance(raw, bytes) else raw

@@ -33,12 +33,15 @@ local worker_set = P .. ':worker:' .. worker .. ':executions'
 local stamp, stamp_num = iso(now), num(now)
 call('ZREM', X .. 'lease:', '')
 
-local lines, blobs = {}, {}
+-- A reply is bounded in bytes too: 128 jobs of 16 MB would be a 2 GB answer.
+local ENOUGH = 8 * 1024 * 1024
+local lines, blobs, bytes = {}, {}, 0
 local function add_row(id, eid, list, f)
   local refusal = tonumber(f.repeats_left or '0') > 0 and 'repeat' or '-'
   local data, ckpt = f.data or '', f.ckpt or ''
   lines[#lines + 1] = table.concat({ id, eid, list, f.fence, f.att or '0', f.crashes or '0',
     f.enqueued_at or '-', f.dl or '-', refusal, #data, #ckpt }, ' ')
+  bytes = bytes + #data + #ckpt
   blobs[#blobs + 1] = data
   if ckpt ~= '' then blobs[#blobs + 1] = ckpt end
 end
@@ -178,7 +181,7 @@ end
 local function take_suspects(base)
   local list = base .. '.suspect'
   local k = P .. ':queue:' .. list
-  while #known < math.min(most, 8) do
+  while #known < math.min(most, 8) and bytes < ENOUGH do
     local id = call('LINDEX', k, 0)
     if not id then break end
     local crashes = tonumber(call('HGET', P .. ':job:' .. id, 'crashes') or '0')
@@ -198,7 +201,13 @@ local function take_one_list(base, list)
     local ids = call('LPOP', k, most - #known)
     if not ids or #ids == 0 then break end
     seen = seen + #ids
-    for _, id in ipairs(ids) do accept(id, list, base) end
+    for i, id in ipairs(ids) do
+      if bytes >= ENOUGH then
+        for j = #ids, i, -1 do call('LPUSH', k, ids[j]) end
+        return
+      end
+      accept(id, list, base)
+    end
   end
 end
 
@@ -233,7 +242,7 @@ local function take_many_lists(base, open)
   end
   for _, o in ipairs(open) do look(o) end
   local seen = 0
-  while #known < most and seen < ROUND do
+  while #known < most and seen < ROUND and bytes < ENOUGH do
     local best
     for _, o in ipairs(open) do
       if o.id then
@@ -259,7 +268,9 @@ end
 local function take(base)
   local due = call('ZRANGEBYSCORE', X .. 'deadline:' .. base, '-inf', num(now + horizon),
     'LIMIT', 0, most - #known)
-  for _, id in ipairs(due) do accept(id, nil, base) end
+  for _, id in ipairs(due) do
+    if bytes < ENOUGH then accept(id, nil, base) end
+  end
   local open = {}
   for _, list in ipairs(lists_of(base, 64)) do
     promote(list, now, 64)
@@ -269,7 +280,7 @@ local function take(base)
     end
   end
   if #open > 1 or (open[1] and open[1].list ~= base) then further = 1 end
-  if #known >= most then return end
+  if #known >= most or bytes >= ENOUGH then return end
   if #open == 1 and open[1].tenant == '' then
     take_one_list(base, open[1].list)
   elseif #open > 0 then
@@ -297,7 +308,7 @@ local function claim()
       end
     end
     if call('EXISTS', X .. 'tenants:' .. base) == 1 then further = 1 end
-    if #known < most then take(base) end
+    if #known < most and bytes < ENOUGH then take(base) end
   end
 end
 if most > 0 then claim() end

@@ -35,6 +35,25 @@ def test_a_claim_leases_in_order_and_no_more_than_asked(redis_url: str) -> None:
     source.unregister()
 
 
+def test_a_claim_is_bounded_in_bytes_and_keeps_the_order(redis_url: str) -> None:
+    """128 jobs of 16 MB would be a 2 GB reply."""
+    import random
+
+    client, source = new_client(redis_url), new_source(redis_url)
+    noise = random.Random(1)
+    prompts = ["".join(noise.choices("abcdefghijklmnop", k=3_000_000)) for _ in range(3)]
+    jobs = client.submit_many([prompts[i % 3] + str(i) for i in range(12)])
+    seen = []
+    while len(seen) < 12:
+        some = source.claim(128, 1.0)
+        assert 1 <= len(some) <= 7
+        seen += [j.job_id for j in some]
+        finish_all(source, some)
+    assert seen == [j.id for j in jobs]
+    assert balance(client) == 0
+    source.unregister()
+
+
 def test_an_idle_claim_wakes_as_soon_as_a_job_comes(redis_url: str) -> None:
     client, source = new_client(redis_url), new_source(redis_url)
     came = []
