@@ -17,6 +17,7 @@ from headrace.engine.kv.block_manager import BlockManager
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.scheduler import Scheduler, SchedulerLimits
 from headrace.engine.sequence import Sequence
+from headrace.engine.stats import StepOutput
 
 EOS = 257
 VOCAB = 260
@@ -81,6 +82,16 @@ def oracle(
         if token in ends and len(outputs) >= params.min_tokens:
             break
     return outputs
+
+
+class Violation(BaseException):
+    """The runner was told something impossible. No Exception: the engine must not catch it and take
+    it for a fault of the device."""
+
+
+def require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise Violation(otherwise)
 
 
 @dataclass
@@ -150,36 +161,61 @@ class ToyRunner:
         is shared, which is to say that its content is there already."""
         used: set[int] = set()
         for handle in self._pending:
+            entering = {new.seq_id for new in handle.batch.added}
             for row in handle.batch.rows:
                 used.update(row.new_block_ids)
-                if row.seq_id in self.rows:
+                if row.seq_id in self.rows and row.seq_id not in entering:
                     used.update(self.rows[row.seq_id].table)
+        added = {new.seq_id: new for new in batch.added}
         for row in batch.rows:
-            start = row.num_computed_tokens // self.block_size
-            table = list(self.rows[row.seq_id].table) if row.seq_id in self.rows else []
-            if any(new.seq_id == row.seq_id for new in batch.added):
-                table = []
-            first = len(table)
+            new = added.get(row.seq_id)
+            first = 0 if new is not None else self._table_length(row.seq_id)
             for index, block in enumerate(row.new_block_ids, first):
-                full_hit = index == start and row.num_computed_tokens % self.block_size
-                if index >= start and not full_hit:
-                    assert block not in used, f"block {block} is still used by a step in flight"
+                start = index * self.block_size
+                whole = new is not None and self.slots[block] == list(
+                    new.token_ids[start : start + self.block_size]
+                )
+                if start + self.block_size > row.num_computed_tokens and not whole:
+                    require(block not in used, f"block {block} is still used by a step in flight")
+
+    def _table_length(self, seq_id: int) -> int:
+        """With the blocks that steps in flight append."""
+        length = len(self.rows[seq_id].table) if seq_id in self.rows else 0
+        for handle in self._pending:
+            if any(new.seq_id == seq_id for new in handle.batch.added):
+                length = 0
+            for row in handle.batch.rows:
+                length += len(row.new_block_ids) if row.seq_id == seq_id else 0
+        return length
 
     def _compute(self, batch: ScheduledBatch) -> SampledTokens:
         for seq_id in batch.removed:
             self.rows.pop(seq_id, None)
         for new in batch.added:
-            assert new.seq_id not in self.rows, "a row was added twice"
+            require(new.seq_id not in self.rows, "a row was added twice")
             self.rows[new.seq_id] = _Row(new, list(new.token_ids))
-        before = self._written() if batch.prefix_groups else set()
         if self.fault is not None:
             self.fault(batch)
-        assert len({row.seq_id for row in batch.rows}) == len(batch.rows)
+        try:
+            return self._compute_rows(batch)
+        except Exception as error:
+            raise Violation(f"{type(error).__name__}: {error}") from error
+
+    def _compute_rows(self, batch: ScheduledBatch) -> SampledTokens:
+        before = self._written() if batch.prefix_groups else set()
+        require(
+            len({row.seq_id for row in batch.rows}) == len(batch.rows), "a sequence has two rows"
+        )
         for scheduled in batch.rows:
             row = self.rows[scheduled.seq_id]
             row.table.extend(scheduled.new_block_ids)
-            assert len(set(row.table)) == len(row.table), "a block stands twice in a table"
-            assert all(block in self.slots for block in row.table), "a block beyond the pool"
+            require(len(set(row.table)) == len(row.table), "a block stands twice in a table")
+            require(all(block in self.slots for block in row.table), "a block beyond the pool")
+        for scheduled in batch.rows:
+            row = self.rows[scheduled.seq_id]
+            for position in range(scheduled.num_computed_tokens):
+                token = self._read(row, position)
+                require(token == row.tokens[position], "what counts as computed is something else")
         for scheduled in batch.rows:
             start, count = scheduled.num_computed_tokens, scheduled.num_scheduled_tokens
             self._write(scheduled.seq_id, start, count)
@@ -189,12 +225,15 @@ class ToyRunner:
         for scheduled in batch.rows:
             row = self.rows[scheduled.seq_id]
             end = scheduled.num_computed_tokens + scheduled.num_scheduled_tokens
-            assert scheduled.samples == (end == len(row.tokens)), "samples must mean the last token"
+            require(
+                scheduled.samples == (end == len(row.tokens)), "samples must mean the last token"
+            )
             read = [self._read(row, position) for position in range(end)]
             if not scheduled.samples:
                 continue
             if self.nan is not None and self.nan(scheduled.seq_id, row.tokens):
                 failures[scheduled.seq_id] = Failure("numerical_error", "logits are not finite")
+                row.tokens.append(0)
                 continue
             new = row.new
             token = sample(
@@ -220,7 +259,7 @@ class ToyRunner:
 
     def _write(self, seq_id: int, start: int, count: int) -> None:
         row = self.rows[seq_id]
-        assert count > 0
+        require(count > 0, "a row without tokens")
         self.num_computed += count
         for position in range(start, start + count):
             block = row.table[position // self.block_size]
@@ -229,29 +268,40 @@ class ToyRunner:
             if self.slots[block][slot] != token:
                 for other_id, other in self.rows.items():
                     if other_id != seq_id and block in other.table:
-                        raise AssertionError(f"{seq_id} overwrites block {block} of {other_id}")
+                        raise Violation(f"{seq_id} overwrites block {block} of {other_id}")
             self.slots[block][slot] = token
 
     def _read(self, row: _Row, position: int) -> int:
         token = self.slots[row.table[position // self.block_size]][position % self.block_size]
-        assert token is not None, "a slot is read that nobody has written"
+        require(token is not None, "a slot is read that nobody has written")
         return token
 
     def _check_groups(self, batch: ScheduledBatch, before: set[tuple[int, int]]) -> None:
         starts = {row.seq_id: row.num_computed_tokens for row in batch.rows}
         seen: set[int] = set()
         for group in batch.prefix_groups:
-            assert len(group.seq_ids) > 1 and group.num_shared_blocks > 0
-            assert not seen.intersection(group.seq_ids), "a row in two groups"
+            require(
+                len(group.seq_ids) > 1 and group.num_shared_blocks > 0, "a group without company"
+            )
+            require(not seen.intersection(group.seq_ids), "a row in two groups")
             seen.update(group.seq_ids)
             tables = [self.rows[seq_id].table for seq_id in group.seq_ids]
             shared = tables[0][: group.num_shared_blocks]
-            assert len(shared) == group.num_shared_blocks
-            assert all(table[: len(shared)] == shared for table in tables)
+            require(len(shared) == group.num_shared_blocks, "a group beyond a table")
+            require(
+                all(table[: len(shared)] == shared for table in tables),
+                "a group that does not share",
+            )
             for seq_id in group.seq_ids:
-                assert len(shared) * self.block_size <= starts[seq_id]
+                require(
+                    len(shared) * self.block_size <= starts[seq_id],
+                    "a group ends after what is computed now begins",
+                )
             for block in shared:
-                assert all((block, slot) in before for slot in range(self.block_size))
+                require(
+                    all((block, slot) in before for slot in range(self.block_size)),
+                    "a group's block is not computed",
+                )
 
 
 def toy_engine(
@@ -308,12 +358,21 @@ def run(engine: Engine, sequences: Iterable[Sequence], max_steps: int = 10_000) 
     return drain(engine, max_steps)
 
 
+def step(engine: Engine) -> StepOutput:
+    """One step, then the books are checked. A Violation fails the test as an assertion does."""
+    try:
+        output = engine.step()
+    except Violation as violation:
+        raise AssertionError(str(violation)) from violation
+    engine.check_integrity()
+    return output
+
+
 def drain(engine: Engine, max_steps: int = 10_000) -> list[Sequence]:
     ended: list[Sequence] = []
     for _ in range(max_steps):
         if not engine.has_unfinished:
             engine.check_integrity()
             return ended
-        ended.extend(engine.step().finished)
-        engine.check_integrity()
+        ended.extend(step(engine).finished)
     raise AssertionError(f"not done after {max_steps} steps")
