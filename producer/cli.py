@@ -2,6 +2,7 @@
 talk to a service answer at once and need no torch."""
 
 import importlib
+import importlib.util
 import os
 import sys
 from typing import Any, NamedTuple
@@ -54,7 +55,7 @@ _COMMANDS: dict[str, _Command] = {
     "plan": _Command(
         "headrace.engine.planner.cli:plan", "What fits on which machine, and how fast."
     ),
-    "bench": _Command("headrace.worker.bench.cli:bench", "Measure this machine.", "worker"),
+    "bench": _Command("headrace.worker.bench.__main__:main", "Measure this machine.", "worker"),
     "quantize": _Command("headrace.engine.quantize.cli:quantize", "Compress a model.", "worker"),
     "verify": _Command(
         "headrace.engine.evaluate.cli:verify", "Check a compressed model's quality.", "worker"
@@ -66,7 +67,7 @@ class LazyGroup(click.Group):
     """Knows its commands by name and a line of help; imports one when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_COMMANDS)
+        return [name for name, command in _COMMANDS.items() if _is_installed(command)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         command = _COMMANDS.get(cmd_name)
@@ -82,7 +83,7 @@ class LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
-            formatter.write_dl([(name, command.summary) for name, command in _COMMANDS.items()])
+            formatter.write_dl([(n, _COMMANDS[n].summary) for n in self.list_commands(ctx)])
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -94,6 +95,13 @@ class LazyGroup(click.Group):
             # Whoever read our output has seen enough; Python's own flush at exit must not complain.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(1)
+
+
+def _is_installed(command: _Command) -> bool:
+    try:
+        return importlib.util.find_spec(command.place.partition(":")[0]) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _missing(name: str, command: _Command, error: ModuleNotFoundError) -> str:

@@ -20,7 +20,8 @@ class QueueDepth:
 
 def queue_depths(client: Client) -> list[QueueDepth]:
     """Every queue that was ever used here."""
-    (known,) = connection.send(client.redis, Commands((("SMEMBERS", keys.queues()),)))
+    patience = client.settings.retry_for
+    (known,) = connection.send(client.redis, Commands((("SMEMBERS", keys.queues()),)), patience)
     prefix = keys.queue_list("")
     lists = sorted(key.decode().removeprefix(prefix) for key in known)
     if not lists:
@@ -35,7 +36,7 @@ def queue_depths(client: Client) -> list[QueueDepth]:
         ]
     names = sorted({keys.queue_of(name) for name in lists})
     commands += [("ZCARD", keys.dead(name)) for name in names]
-    replies = connection.send(client.redis, Commands(tuple(commands)))
+    replies = connection.send(client.redis, Commands(tuple(commands)), patience)
     counts = {name: [0, 0, 0] for name in names}
     for index, name in enumerate(lists):
         waiting, ghosts, running, scheduled = replies[4 * index : 4 * index + 4]

@@ -1,6 +1,7 @@
 """The queue as a run sees it: one batch of a `Client`."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from headrace.producer import codec, connection, keys
 from headrace.producer.bulk.ledger import Work
@@ -50,7 +51,7 @@ class BatchQueue:
         missing: list[str] = []
         for some in connection.chunks(list(job_ids), _READ):
             commands = Commands(tuple(("HGET", keys.job(job_id), "status") for job_id in some))
-            found = connection.send(self._client.redis, commands)
+            found = self._send(commands)
             missing += [job_id for job_id, status in zip(some, found, strict=True) if not status]
             terminal = [
                 job_id
@@ -63,17 +64,19 @@ class BatchQueue:
     def lapse(self, worker_name: str) -> None:
         """End the leases of a worker that is known to be dead, instead of waiting them out: the
         next reaper puts its jobs back. Like any crash, it is charged to what was in flight."""
-        redis = self._client.redis
         mine = keys.worker_executions(worker_name)
-        (members,) = connection.send(redis, Commands((("SMEMBERS", mine),)))
+        (members,) = self._send(Commands((("SMEMBERS", mine),)))
         for some in connection.chunks(list(members), _READ):
             scores = [part for member in some for part in (0, member)]
-            connection.send(redis, Commands((("ZADD", keys.lease(self._queue), "XX", *scores),)))
+            self._send(Commands((("ZADD", keys.lease(self._queue), "XX", *scores),)))
 
     def withdraw(self, job_ids: Sequence[str]) -> None:
         """End and forget jobs that have not ended: nobody waits for them any more."""
         self._client.cancel_many(job_ids)
         self._client.forget(job_ids)
+
+    def _send(self, commands: Commands) -> Any:
+        return connection.send(self._client.redis, commands, self._client.settings.retry_for)
 
     def _submit(self, work: Sequence[Work]) -> None:
         self._client.submit_many(
