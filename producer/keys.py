@@ -27,6 +27,7 @@ P:x:last:NAME                 string  last claim, for a lost reply           300
 P:x:deadline:Q                zset    id -> Unix deadline                    until it ends scripts
 P:x:tenants:Q                 zset    active tenant -> tokens served         active        scripts
 P:x:served:Q                  zset    idle tenant still in debt -> tokens    until level   scripts
+P:x:broken:Q                  list    ids whose record no script could read     1,000 newest  scripts
 P:x:turn:Q                    string  worker emptying itself for a suspect   60 s          claim
 P:x:dead:Q                    zset    dead-letter ids, score = when          failure TTL   scripts
 P:x:history:ID                list    JSON lines: crashes, failed attempts   as the job    scripts
@@ -92,6 +93,7 @@ COUNTERS: Final = {
     "removed": "terminal jobs whose record has gone (TTL, forget)",
     "deleted": "jobs deleted by RQ's own commands while they ran",
     "duplicates": "ids dropped because the job was running or done",
+    "broken": "records that no script could read",
     "prompt_tokens": "estimate of outstanding prompt tokens, uncalibrated",
     "output_tokens": "estimate of outstanding output tokens, uncalibrated",
     "level": "tokens served to the least served tenant that had jobs waiting",

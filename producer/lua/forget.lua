@@ -15,7 +15,7 @@ for i = 2, #ARGV do
     local k = P .. ':' .. kind .. ':' .. f.origin
     registries[k] = registries[k] or {}
     table.insert(registries[k], id)
-    for _ = 1, tonumber(f.ghost or '0') do
+    for _ = 1, math.min(tonumber(f.ghost or '0'), 100) do
       if call('LREM', P .. ':queue:' .. f.origin, 1, id) == 1 then ghost(f.origin, id, -1) end
     end
     gone[#gone + 1] = P .. ':job:' .. id

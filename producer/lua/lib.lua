@@ -59,6 +59,46 @@ local function seconds(text)
   return t
 end
 
+-- Anyone may write a job's hash: a field that is not what it must be counts as missing, and cannot
+-- break a script half-way through a group.
+local function whole_field(v)
+  local n = tonumber(v)
+  if not n or n ~= n or n > 1e12 or n < -1e12 then return nil end
+  return string.format('%d', math.floor(n))
+end
+
+local CHECKS = {
+  fence = whole_field, att = whole_field, crashes = whole_field, max_att = whole_field,
+  ghost = whole_field, retries_left = whole_field, repeats_left = whole_field,
+  result_ttl = whole_field, failure_ttl = whole_field, rate_limit_concurrency = whole_field,
+  dl = function(v)
+    local n = tonumber(v)
+    return n and n == n and n > 0 and n < 1e12 and num(n) or nil
+  end,
+  batch = function(v) return #v <= 128 and string.match(v, '^[%w_-]+$') end,
+  origin = function(v) return #v <= 300 and string.match(v, '^[%w_./@-]+$') end,
+  home = function(v) return #v <= 300 and string.match(v, '^[%w_./@-]+$') end,
+  enqueued_at = function(v) return #v <= 40 and string.match(v, '^[%w:.-]+$') end,
+  est = function(v) return #v <= 60 and string.match(v, '^%d+,%d+,%d+$') end,
+  eid = function(v) return #v <= 100 and string.match(v, '^[%w_-]*$') end,
+}
+
+local function named(names, values)
+  local f = {}
+  for i, name in ipairs(names) do
+    local v = values[i]
+    if v then
+      local check = CHECKS[name]
+      if check then f[name] = check(v) or nil else f[name] = v end
+    end
+  end
+  return f
+end
+
+local function fields(id, names)
+  return named(names, call('HMGET', P .. ':job:' .. id, unpack(names)))
+end
+
 -- 'Q.high@t' -> 'Q', 'high', 't'
 local function parts(list)
   local base, tenant = string.match(list, '^([^@]*)@(.*)$')
@@ -132,10 +172,14 @@ local function outstanding(base, est, n)
 end
 
 local function ghost(list, id, n)
+  local k = P .. ':job:' .. id
   call('HINCRBY', X .. 'ghost', list, n)
-  if call('HINCRBY', P .. ':job:' .. id, 'ghost', n) == 0 then
-    call('HDEL', P .. ':job:' .. id, 'ghost')
+  local left = redis.pcall('HINCRBY', k, 'ghost', n)
+  if type(left) ~= 'number' then
+    left = math.max(n, 0)
+    call('HSET', k, 'ghost', left)
   end
+  if left <= 0 then call('HDEL', k, 'ghost') end
 end
 
 -- A tenant's score is the tokens it was served; the least served one is next. `level` is the least
@@ -207,6 +251,7 @@ local TERMINAL = { finished = true, failed = true, canceled = true, stopped = tr
 local function life(own, default)
   local ttl = tonumber(own or '') or default
   if ttl == 0 then ttl = 60 end
+  if ttl < 0 or ttl > 315360000 then ttl = -1 end
   return ttl
 end
 
@@ -234,7 +279,11 @@ local function add_result(id, ttl, kind, worker, eid, value, exc, started, ended
     args[#args + 1] = 'execution_ended_at'
     args[#args + 1] = ended
   end
-  call('XADD', unpack(args))
+  local added = redis.pcall('XADD', unpack(args))
+  if type(added) == 'table' and added.err then
+    call('UNLINK', k)
+    call('XADD', unpack(args))
+  end
   if again then call('XTRIM', k, 'MAXLEN', 10) end
   if ttl < 0 then call('PERSIST', k) else call('EXPIRE', k, ttl) end
 end
@@ -269,15 +318,6 @@ local function close(id, f, now, status, outcome, ttl, kind, value, exc, worker,
   if call('EXISTS', P .. ':job:' .. id .. ':dependents') == 1 then call('RPUSH', X .. 'outbox', id) end
 end
 
-local function fields(id, names)
-  local values = call('HMGET', P .. ':job:' .. id, unpack(names))
-  local f = {}
-  for i, name in ipairs(names) do
-    if values[i] then f[name] = values[i] end
-  end
-  return f
-end
-
 -- Takes a waiting job out of the place its status names; true if it had one.
 local function withdraw(id, f)
   local list = f.origin
@@ -303,8 +343,9 @@ local function promote(list, now, max)
   local due = call('ZRANGEBYSCORE', P .. ':scheduled:' .. list, '-inf', num(now), 'LIMIT', 0, max)
   for _, id in ipairs(due) do
     call('ZREM', P .. ':scheduled:' .. list, id)
-    local f = fields(id, { 'status', 'rate_limit_key', 'rate_limit_concurrency', 'enqueue_at_front', 'home' })
-    if f.status == 'scheduled' then
+    local known, f = pcall(fields, id,
+      { 'status', 'rate_limit_key', 'rate_limit_concurrency', 'enqueue_at_front' })
+    if known and f.status == 'scheduled' then
       if f.rate_limit_key then
         call('HSET', P .. ':job:' .. id, 'status', 'rate_limited')
         limiter_wait(f.rate_limit_key, f.rate_limit_concurrency or 1, id, now)

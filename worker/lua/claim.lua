@@ -9,7 +9,7 @@
 -- Starts with a harmless ZREM, so that it works when Redis' memory is full.
 -- Touches: P:queue:L, P:job:ID, P:wip:L, P:execution:*, P:executions:ID, P:worker:NAME:executions,
 --   P:worker:NAME, P:scheduled:L, P:rl:*, x:lease:Q, x:last:NAME, x:deadline:Q, x:ghost, x:n:Q, x:tenants:Q,
---   x:served:Q, x:turn:Q, x:batch:B and, for what it closes, what cancel.lua touches
+--   x:served:Q, x:turn:Q, x:broken:Q, x:batch:B and, for what it closes, what cancel.lua touches
 -- KEYS: 1 P:queue:L of the first queue
 -- ARGV: clock, worker, nonce, most, lease seconds, deadline horizon, ageing seconds, failure TTL,
 --   result and error of an expired job, result and error of a cancelled one, then queues
@@ -94,13 +94,10 @@ local function accept(id, list, base, suspects)
     names = NAMES
     values = call('HMGET', k, unpack(names))
   end
-  local f = {}
-  for i, name in ipairs(names) do
-    if values[i] then f[name] = values[i] end
-  end
+  local f = named(names, values)
   -- A job is accounted where its id was found, whatever its hash may say.
   local home = f.home or f.origin or list or base
-  if queue_of(home) ~= base or not string.match(home, '^[%w_./@-]+$') then home = list or base end
+  if queue_of(home) ~= base then home = list or base end
   if names == NAMES and string.sub(home, -8) == '.suspect' then home = base end
   local leased = f.eid and f.eid ~= '' and call('ZSCORE', X .. 'lease:' .. base, id .. ':' .. f.eid)
   if f.status ~= 'queued' or leased then
@@ -178,16 +175,26 @@ local function accept(id, list, base, suspects)
   return tonumber(p or '0') + tonumber(o or '0')
 end
 
+-- One broken record must not cost the ids that were popped with it: it is set aside.
+local function try(id, list, base, suspects)
+  local ok, tokens = pcall(accept, id, list, base, suspects)
+  if ok then return tokens end
+  call('LPUSH', X .. 'broken:' .. base, id)
+  call('LTRIM', X .. 'broken:' .. base, 0, 999)
+  count(base, 'broken', 1)
+end
+
 local function take_suspects(base)
   local list = base .. '.suspect'
   local k = P .. ':queue:' .. list
   while #known < math.min(most, 8) and bytes < ENOUGH do
     local id = call('LINDEX', k, 0)
     if not id then break end
-    local crashes = tonumber(call('HGET', P .. ':job:' .. id, 'crashes') or '0')
+    local raw = redis.pcall('HGET', P .. ':job:' .. id, 'crashes')
+    local crashes = type(raw) == 'string' and tonumber(raw) or 0
     if crashes > 1 and #known > 0 then break end
     call('LPOP', k)
-    if accept(id, list, base, true) and crashes > 1 then break end
+    if try(id, list, base, true) and crashes > 1 then break end
   end
   return #known > 0
 end
@@ -206,7 +213,7 @@ local function take_one_list(base, list)
         for j = #ids, i, -1 do call('LPUSH', k, ids[j]) end
         return
       end
-      accept(id, list, base)
+      try(id, list, base)
     end
   end
 end
@@ -256,7 +263,7 @@ local function take_many_lists(base, open)
     if not best then break end
     seen = seen + 1
     call('LPOP', P .. ':queue:' .. best.list)
-    local tokens = accept(best.id, best.list, base)
+    local tokens = try(best.id, best.list, base)
     if tokens then served[best.tenant] = served[best.tenant] + tokens end
     look(best)
   end
@@ -269,7 +276,7 @@ local function take(base)
   local due = call('ZRANGEBYSCORE', X .. 'deadline:' .. base, '-inf', num(now + horizon),
     'LIMIT', 0, most - #known)
   for _, id in ipairs(due) do
-    if bytes < ENOUGH then accept(id, nil, base) end
+    if bytes < ENOUGH then try(id, nil, base) end
   end
   local open = {}
   for _, list in ipairs(lists_of(base, 64)) do

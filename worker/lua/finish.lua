@@ -53,7 +53,7 @@ local function add(t, k, v)
   l[#l + 1] = v
 end
 
-for i = 1, #jobs do
+local function commit(i)
   local list, id, eid, kind, prompt_tokens, output_tokens, delay, result, extra = unpack(jobs[i])
   extra = extra ~= '' and cjson.decode(extra) or {}
   local base = queue_of(list)
@@ -94,7 +94,9 @@ for i = 1, #jobs do
         again = left > 0
         if again then
           local ok, intervals = pcall(cjson.decode, f.retry_intervals or '[]')
-          delay = ok and tonumber(intervals[math.max(#intervals - left, 0) + 1]) or 0
+          if not ok or type(intervals) ~= 'table' then intervals = {} end
+          delay = tonumber(intervals[math.max(#intervals - left, 0) + 1] or 0) or 0
+          if not (delay > 0 and delay < 1e9) then delay = 0 end
         end
       else
         again = attempts < tonumber(f.max_att or most_attempts)
@@ -169,7 +171,17 @@ for i = 1, #jobs do
       if named and named ~= '' then callbacks[id] = true end
     end
   end
-  codes[#codes + 1] = code
+  return code
+end
+
+-- One broken record must not cost the results that came with it.
+for i = 1, #jobs do
+  local ok, code = pcall(commit, i)
+  if not ok then
+    count(queue_of(jobs[i][1]), 'broken', 1)
+    code = 0
+  end
+  codes[i] = code
 end
 
 for base, l in pairs(leases) do call('ZREM', X .. 'lease:' .. base, unpack(l)) end

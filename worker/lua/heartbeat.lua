@@ -37,7 +37,7 @@ for list, t in pairs(by_list) do
       extend[#extend + 1] = member
     else
       local i = t.at[j]
-      abandon(base, list, ARGV[i + 1], ARGV[i + 2], worker, now)
+      pcall(abandon, base, list, ARGV[i + 1], ARGV[i + 2], worker, now)
       reply[#reply + 1] = (i - 5) / 3 + 1
     end
   end

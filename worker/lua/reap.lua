@@ -47,17 +47,20 @@ local function take_back(base, member)
   end
 end
 
+local function end_one(base, id)
+  local f = fields(id, NAMES)
+  if not f.status or not f.origin or TERMINAL[f.status] then return end
+  if f.eid and f.eid ~= '' and call('ZSCORE', X .. 'lease:' .. base, id .. ':' .. f.eid) then return end
+  withdraw(id, f)
+  close(id, f, now, 'failed', 'expired', life(f.failure_ttl, failure_ttl), 2, ARGV[5], ARGV[6])
+  expired = expired + 1
+end
+
 local function end_expired(base)
   local k = X .. 'deadline:' .. base
   for _, id in ipairs(call('ZRANGEBYSCORE', k, '-inf', num(now), 'LIMIT', 0, 128)) do
-    local f = fields(id, NAMES)
     call('ZREM', k, id)
-    if f.status and f.origin and not TERMINAL[f.status]
-      and not (f.eid and f.eid ~= '' and call('ZSCORE', X .. 'lease:' .. base, id .. ':' .. f.eid)) then
-      withdraw(id, f)
-      close(id, f, now, 'failed', 'expired', life(f.failure_ttl, failure_ttl), 2, ARGV[5], ARGV[6])
-      expired = expired + 1
-    end
+    if not pcall(end_one, base, id) then count(base, 'broken', 1) end
   end
 end
 
@@ -111,7 +114,10 @@ end
 for i = 10, #ARGV do
   local base = ARGV[i]
   for _, member in ipairs(call('ZRANGEBYSCORE', X .. 'lease:' .. base, '-inf', num(now), 'LIMIT', 0, most)) do
-    take_back(base, member)
+    if not pcall(take_back, base, member) then
+      call('ZREM', X .. 'lease:' .. base, member)
+      count(base, 'broken', 1)
+    end
   end
   end_expired(base)
 end
