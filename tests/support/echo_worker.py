@@ -14,8 +14,15 @@ import orjson
 
 from headrace.producer import codec
 from headrace.producer.schemas import Choice, Failure, Request, Result, Usage
-from headrace.worker.lease import RedisSource
-from headrace.worker.source import ClaimedJob, Outcome, OutcomeKind, WorkerFacts, WorkerState
+from headrace.worker.lease import LeaseSettings, RedisSource
+from headrace.worker.source import (
+    ClaimedJob,
+    Outcome,
+    OutcomeKind,
+    SourceUnavailable,
+    WorkerFacts,
+    WorkerState,
+)
 
 _seen: set[str] = set()
 
@@ -53,8 +60,10 @@ def main() -> None:
     parser.add_argument("queue")
     parser.add_argument("--seconds-per-claim", type=float, default=0.0)
     parser.add_argument("--most", type=int, default=128)
+    parser.add_argument("--lease-seconds", type=float, default=60.0)
     options = parser.parse_args()
-    source = RedisSource.from_url(options.url, [options.queue])
+    settings = LeaseSettings(lease=options.lease_seconds)
+    source = RedisSource.from_url(options.url, [options.queue], settings=settings)
     source.start()
     stopping = False
 
@@ -71,13 +80,17 @@ def main() -> None:
     parent = os.getppid()
     announced = time.monotonic()
     while not stopping and os.getppid() == parent:
-        jobs = source.claim(options.most, 0.2)
-        if jobs:
-            time.sleep(options.seconds_per_claim)
-            source.finish([answer(job) for job in jobs])
-        if time.monotonic() - announced > 10:
-            source.announce(facts)
-            announced = time.monotonic()
+        try:
+            jobs = source.claim(options.most, 0.2)
+            if jobs:
+                time.sleep(options.seconds_per_claim)
+                source.finish([answer(job) for job in jobs])
+            if time.monotonic() - announced > 1:
+                source.announce(facts)
+                source.reap()
+                announced = time.monotonic()
+        except SourceUnavailable:
+            time.sleep(0.2)
     source.unregister()
 
 

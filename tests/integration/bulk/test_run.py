@@ -21,6 +21,7 @@ from bulk_support import (
     wait_for,
     write_lines,
 )
+from redis_support import RedisServer
 
 from headrace.producer.bulk.ledger import Ledger
 from headrace.producer.bulk.lines import LineParser
@@ -296,6 +297,28 @@ def test_killed_and_typed_again_on_a_service_every_line_is_there_once(
     with echo_worker(url):
         assert headrace(*command).returncode == 0
     assert sorted(custom_ids(out)) == sorted(f"line-{n}" for n in range(1, 1001))
+
+
+def test_redis_that_goes_away_in_the_middle_is_waited_for(tmp_path: Path) -> None:
+    """Longer than a client's own patience; with every write synced nothing may be lost."""
+    server = RedisServer(appendonly="yes", appendfsync="always")
+    source = write_lines(tmp_path / "in.jsonl", [{"prompt": f"p{i}"} for i in range(300)])
+    out = tmp_path / "o.jsonl"
+    try:
+        with echo_worker(server.url, seconds_per_claim=0.05, most=8, lease_seconds=3):
+            run = start_headrace("run", source, "-o", out, "--redis-url", server.url)
+            wait_for(lambda: out.exists() and out.stat().st_size > 0, "the first lines")
+            server.kill()
+            time.sleep(4)
+            assert run.poll() is None
+            before = len(read_lines(out))
+            assert before < 300
+            server.start()
+            _, told = run.communicate()
+    finally:
+        server.stop()
+    assert run.returncode == 0, told
+    assert sorted(custom_ids(out)) == sorted(f"line-{n}" for n in range(1, 301))
 
 
 def test_two_runs_cannot_share_an_output(url: str, tmp_path: Path) -> None:
