@@ -1,0 +1,245 @@
+"""0 -> n -> 0 on this machine: the chart's scaler on the real metric, over real workers."""
+
+import signal
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from charts import kind, render
+from closed_loop import SPEED, ClosedLoop, Deployment
+from prometheus_support import ExporterProcess
+from scalers import keda_controller
+from serving import WorkerProcess
+
+from headrace.producer import Client
+from headrace.worker.autoscale.fleet import Machine
+from headrace.worker.autoscale.outcome import Outcome, Scenario
+from headrace.worker.autoscale.policy import Outstanding
+from headrace.worker.autoscale.service import ServiceRate
+from headrace.worker.autoscale.simulate import simulate
+from headrace.worker.autoscale.trace import Trace
+
+QUEUE = "tiny"
+SLOTS = 8
+JOBS = 48
+TARGET = 24
+TOKENS = 450
+PROMPT = [7, 8, 9]
+VALUES = {
+    "workers": [{"name": "tiny", "model": "/models/tiny", "target": TARGET}],
+    "workerDefaults": {
+        "coldStartSeconds": 120,
+        "onDemand": {"share": 1, "maxReplicas": 6},
+        "spot": {"enabled": False},
+    },
+}
+
+Start = Callable[[Callable[[], float]], Deployment]
+
+
+@pytest.fixture
+def deployment(redis_url: str, model: Path, tmp_path: Path) -> Iterator[Start]:
+    made: list[Deployment] = []
+
+    def make(clock: Callable[[], float]) -> Deployment:
+        def start(number: int) -> WorkerProcess:
+            log = tmp_path / f"worker-{number}.log"
+            return WorkerProcess(redis_url, model, log, "--max-num-seqs", str(SLOTS), *arguments)
+
+        arguments = ["--lease-seconds", "3", "--drain-timeout", "2", "--checkpoint-every", "64"]
+        made.append(Deployment(start, clock))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+@pytest.fixture
+def client(redis_url: str) -> Iterator[Client]:
+    with Client(redis_url, queue=QUEUE) as client:
+        yield client
+
+
+def submit(client: Client, lengths: list[int]) -> dict[str, int]:
+    """One job a length; the ids with the tokens that each must have."""
+    body = {"prompt": PROMPT, "ignore_eos": True}
+    requests = [{**body, "seed": i, "max_tokens": n} for i, n in enumerate(lengths)]
+    jobs = client.submit_many(requests)
+    return {job.id: length for job, length in zip(jobs, lengths, strict=True)}
+
+
+def loop_on(
+    exporter: ExporterProcess,
+    deployment: Start,
+    values: dict = VALUES,
+    metric: str = "headrace_queue_outstanding_jobs",
+) -> ClosedLoop:
+    (scaled,) = kind(render(values), "ScaledObject")
+    return ClosedLoop(deployment, keda_controller(scaled), exporter.target, QUEUE, metric)
+
+
+def at_rest(loop: ClosedLoop) -> bool:
+    """Nothing asked for, nothing there, and that for some turns."""
+    return (
+        bool(loop.changes)
+        and loop.deployment.spec == 0
+        and not loop.deployment.pods
+        and loop.now() - loop.changes[-1][0] > 60
+    )
+
+
+def assert_all_answered(client: Client, lengths: dict[str, int]) -> None:
+    """Each job once, whole."""
+    results = client.results(list(lengths))
+    assert {job: result.failure for job, result in results.items()} == dict.fromkeys(lengths)
+    assert {job: result.usage.completion_tokens for job, result in results.items()} == lengths
+
+
+def assert_depth_is_conserved(loop: ClosedLoop, accepted: int) -> None:
+    """At every reading the states add up to what was accepted."""
+    assert len(loop.seen) > 20
+    for seen in loop.seen:
+        assert seen.metric is not None
+        states = ("queued", "started", "scheduled", "finished", "failed")
+        assert sum(seen.counts[s] for s in states) == seen.counts["accepted"] == accepted
+
+
+def test_a_burst_takes_the_workers_from_zero_to_n_and_back_to_zero(
+    exporter: ExporterProcess,
+    deployment: Start,
+    client: Client,
+    record_property: Callable[[str, object], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """48 jobs at 24 a replica: two workers, although six are allowed."""
+    lengths = submit(client, [TOKENS] * JOBS)
+    loop = loop_on(exporter, deployment)
+    rates: list[tuple[float, float]] = []
+
+    def watch(loop: ClosedLoop) -> bool:
+        for worker in client.workers():
+            prefill, decode = (
+                float(worker.facts.get(f"{kind}_tokens_per_second", 0) or 0)
+                for kind in ("prefill", "decode")
+            )
+            if prefill and decode:
+                rates.append((prefill, decode))
+        return at_rest(loop)
+
+    loop.run(watch)
+
+    wanted = -(-JOBS // TARGET)
+    specs = loop.specs
+    peak = specs.index(max(specs))
+    assert max(specs) == wanted, f"no cascade while workers load: {loop.changes}"
+    assert specs[: peak + 1] == sorted(specs[: peak + 1]), "up, "
+    assert specs[peak:] == sorted(specs[peak:], reverse=True), "then down: no flapping"
+    assert specs[0] == specs[-1] == 0
+    assert len(loop.deployment.history) == wanted, "nobody was started twice"
+    loading = [s for s in loop.seen if s.replicas and not s.ready]
+    assert len(loading) >= 3, "the scaler looked often while nobody was ready yet"
+    for seen in loop.seen:
+        assert seen.spec > 0 or seen.metric == 0 or seen.at < 30, "never at zero with work"
+    assert all(pod.busy_when_stopped == 0 for pod in loop.deployment.history)
+    assert all(pod.worker.exit_status() == 0 for pod in loop.deployment.history)
+    assert_depth_is_conserved(loop, JOBS)
+    assert_all_answered(client, lengths)
+
+    predicted = predict(loop, rates)
+    ratio = loop.replica_s / predicted.replica_s
+    record_property("replica_seconds_over_predicted", round(ratio, 3))
+    with capsys.disabled():
+        print(beside(loop, predicted, ratio))
+    assert predicted.peak_replicas == wanted
+    assert predicted.finished == JOBS
+
+
+def predict(loop: ClosedLoop, rates: list[tuple[float, float]]) -> Outcome:
+    """What the simulator makes of the same burst, with the rates and cold starts that were
+    measured, on the controllers' clock."""
+    starts = [p.ready_at - p.created_at for p in loop.deployment.history if p.ready_at is not None]
+    prefill, decode = (sum(r[i] for r in rates) / len(rates) / SPEED for i in (0, 1))
+    trace = Trace(
+        "burst",
+        array("d", [0.0] * JOBS),
+        array("q", [len(PROMPT)] * JOBS),
+        array("q", [TOKENS] * JOBS),
+        array("d", [float("inf")] * JOBS),
+    )
+    machine = Machine(
+        ServiceRate(prefill, decode, SLOTS), cold_start_s=sum(starts) / len(starts), drain_s=40.0
+    )
+    (scaled,) = kind(render(VALUES), "ScaledObject")
+    scenario = Scenario(trace, machine, max_replicas=6, scrape_s=1.0)
+    return simulate(scenario, Outstanding(TARGET), keda_controller(scaled))
+
+
+def beside(loop: ClosedLoop, predicted: Outcome, ratio: float) -> str:
+    """Replicas over time, simulated and real, one line every 30 s of the controllers' clock."""
+    lines = ["", "seconds  replicas simulated/real  outstanding simulated/real"]
+    end = max(loop.seen[-1].at, predicted.end_s)
+    for at in range(0, int(end) + 1, 30):
+        real = [s for s in loop.seen if s.at <= at + 0.5]
+        fake = [s for s in predicted.samples if s.at <= at + 0.5]
+        r = (real[-1].replicas, real[-1].metric) if real else (0, 0)
+        f = (fake[-1].replicas, fake[-1].metric) if fake else (0, 0)
+        lines.append(f"{at:7d}  {f[0]:8d} / {r[0]:d}  {f[1] or 0:20.0f} / {r[1] or 0:.0f}")
+    lines.append(
+        f"replica-seconds: simulated {predicted.replica_s:.0f}, real {loop.replica_s:.0f},"
+        f" ratio {ratio:.3f}"
+    )
+    return "\n".join(lines)
+
+
+def test_a_scaler_that_takes_busy_workers_and_a_crash_lose_nothing(
+    exporter: ExporterProcess, deployment: Start, client: Client
+) -> None:
+    """A bad target and no patience: as jobs of unequal length end, it takes workers that hold the
+    others. One more dies without a word. Every job is answered once and whole, and the states add
+    up at every reading."""
+    lengths = submit(client, [200 + 65 * (7 * i % 20) for i in range(20)])
+    behavior = {"scaleDown": {"periodSeconds": 1, "stabilizationSeconds": 0}}
+    target = {"name": "tiny", "model": "/models/tiny", "target": 9}
+    values = {**VALUES, "workers": [target], "autoscaling": {"behavior": behavior}}
+    loop = loop_on(exporter, deployment, values)
+    killed: list[int] = []
+
+    def watch(loop: ClosedLoop) -> bool:
+        busy = [p for p in loop.deployment.counted() if p.ready_at is not None and p.jobs() > 0]
+        if not killed and len(busy) >= 2:
+            killed.append(busy[0].number)
+            busy[0].worker.kill()
+        return at_rest(loop)
+
+    loop.run(watch)
+    assert killed
+    stopped = [p for p in loop.deployment.history if p.stopped_at is not None]
+    assert any(pod.busy_when_stopped for pod in stopped), "no busy worker was taken: no proof"
+    for pod in stopped:
+        assert pod.worker.exit_status() in (0, -signal.SIGKILL)
+    assert_depth_is_conserved(loop, len(lengths))
+    assert_all_answered(client, lengths)
+
+
+def test_required_replicas_do_not_cascade_while_workers_load(
+    redis_url: str, deployment: Start, client: Client, tmp_path: Path
+) -> None:
+    """40 x 700 tokens at an assumed 50 a second are 560 s of work; within 300 s, less 10 s of cold
+    start, that takes 2 workers. Asked again while these two load it is still 2, not 4 and not 8."""
+    submit(client, [700] * 40)
+    told = ["--queue=tiny", "--decode-rate=50", "--prefill-rate=1000000", "--cold-start=10"]
+    told += ["--acceptable-wait=300", "--max-replicas=6"]
+    exporter = ExporterProcess(redis_url, tmp_path / "exporter.log", "exporter", *told)
+    values = {**VALUES, "autoscaling": {"metric": "replicas"}}
+    loop = loop_on(exporter, deployment, values, "headrace_queue_replicas_required")
+    try:
+        loop.run(lambda loop: any(s.ready for s in loop.seen))
+    finally:
+        exporter.stop()
+    announced = [s for s in loop.seen if s.replicas == 2 and not s.ready]
+    assert len(announced) >= 5, "the scaler looked often while both were loading"
+    assert any(s.counts["loading"] == 2 for s in announced), "and the exporter knew of them"
+    assert {s.metric for s in announced} == {2.0}
+    assert max(loop.specs) == 2
