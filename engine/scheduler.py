@@ -305,11 +305,12 @@ class Scheduler:
             seq = entry.seq
             if only is not None and seq.seq_id not in only:
                 continue
-            todo = self._todo(entry)
+            num_outputs = len(seq.output_token_ids) + entry.num_pending
+            todo = len(seq.prompt_token_ids) + num_outputs - seq.num_computed_tokens
             if todo > 1:
                 prefills.append(entry)
                 continue
-            ends = len(seq.output_token_ids) + entry.num_pending >= seq.max_output_tokens
+            ends = num_outputs >= seq.max_output_tokens
             if todo == 0 or ends or seq.seq_id not in self._running:
                 continue
             if plan.budget == 0:

@@ -19,7 +19,7 @@ class StopStrings:
     Feed pieces with `push`; `text` is what is certain to stay.
     """
 
-    __slots__ = ("_ignored", "_longest", "_stops", "_tail", "parts")
+    __slots__ = ("_ignored", "_longest", "_stops", "_tail", "text")
 
     def __init__(self, stops: Seq[str]) -> None:
         self._stops = tuple(stops)
@@ -27,13 +27,7 @@ class StopStrings:
         self._tail = ""
         self._ignored = 0
         """Characters of the tail that are older than `min_tokens`."""
-        self.parts: list[str] = []
-
-    @property
-    def text(self) -> str:
-        if len(self.parts) > 1:
-            self.parts = ["".join(self.parts)]
-        return self.parts[0] if self.parts else ""
+        self.text = ""
 
     def push(self, piece: str, ignore: bool = False) -> str | None:
         """The stop string that is now complete, or None. `ignore`: none that ends here counts.
@@ -42,25 +36,24 @@ class StopStrings:
         longest: what a reader of single characters would have seen.
         """
         if not self._stops:
-            if piece:
-                self.parts.append(piece)
+            self.text += piece
             return None
         text = self._tail + piece
         first = None if ignore else self._first(text)
         if first is not None:
             begin, stop = first
-            self.parts.append(text[:begin])
+            self.text += text[:begin]
             self._tail = ""
             return stop
         keep = self._possible_start(text)
-        self.parts.append(text[:keep])
+        self.text += text[:keep]
         self._tail = text[keep:]
         self._ignored = len(self._tail) if ignore else max(self._ignored - keep, 0)
         return None
 
     def finish(self) -> None:
         """No more text: what was held back stays."""
-        self.parts.append(self._tail)
+        self.text += self._tail
         self._tail = ""
 
     def _first(self, text: str) -> tuple[int, str] | None:
