@@ -91,6 +91,8 @@ class LazyGroup(click.Group):
         except HeadraceError as error:
             print(f"headrace: {error}", file=sys.stderr)
             ctx.exit(2)
+        except KeyboardInterrupt:
+            ctx.exit(130)
         except BrokenPipeError:
             # Whoever read our output has seen enough; Python's own flush at exit must not complain.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -44,7 +44,7 @@ from headrace.producer.redis_server import PrivateRedis
 
 SUCCEEDED, SOME_FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 _REDIS_PAUSE = 0.5
-_READY_POLL = 1.0
+_READY_POLL = 0.25
 _PRIVATE_LEASE = 20
 
 
@@ -374,7 +374,8 @@ class _Session:
         worker: LocalWorker | None,
         progress: Progress,
     ) -> None:
-        started: float | None = None
+        # Work begins when the worker is ready; of that we know the time to within a look.
+        started = time.monotonic()
         next_look = 0.0
         more = True
         while more and not self._stop.requested:
@@ -389,17 +390,16 @@ class _Session:
                     next_look = time.monotonic() + _READY_POLL
                     if any(one.state == "ready" for one in client.workers()):
                         worker.progressed()
+                    else:
                         started = time.monotonic()
                 more = pump.turn()
             except RedisUnavailable as error:
                 progress.update(self._ledger.counts.ended, f"waiting for Redis: {error}")
                 time.sleep(_REDIS_PAUSE)
                 continue
-            if pump.totals.jobs > done:
-                if worker is not None:
-                    worker.progressed()
-                started = started or time.monotonic()
-            self._seconds = time.monotonic() - started if started is not None else 0.0
+            if worker is not None and pump.totals.jobs > done:
+                worker.progressed()
+            self._seconds = time.monotonic() - started
             progress.update(self._ledger.counts.ended, self._note(pump, worker))
 
     def _note(self, pump: Pump, worker: LocalWorker | None) -> str:

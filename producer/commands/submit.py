@@ -22,7 +22,11 @@ _CHUNK = 256
 @click.command()
 @click.argument("file", required=False, type=options.FILE)
 @option("--prompt", help="One prompt instead of a file.")
-@option("--model", help="The model; by default what the live workers serve.")
+@option(
+    "--model",
+    env="SERVED_MODEL_NAME",
+    help="The model's name; by default what the live workers serve.",
+)
 @option(
     "--batch", help="The batch's id; by default a new one. The same id again adds nothing twice."
 )

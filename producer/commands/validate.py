@@ -14,7 +14,11 @@ from headrace.producer.commands.options import option
 
 @click.command()
 @click.argument("file", type=options.FILE)
-@option("--model", help="The model that lines must ask for, if they ask for one.")
+@option(
+    "--model",
+    env="SERVED_MODEL_NAME",
+    help="The model's name that lines must ask for, if they ask for one.",
+)
 @option("--max-shown", default=20, show_default=True, help="Most bad lines to show.")
 @options.line_limits
 @options.as_json
