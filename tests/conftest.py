@@ -7,6 +7,9 @@ one: without a GPU the kernels run in Triton's interpreter.
 import os
 from collections.abc import Iterator
 
+import headrace.engine  # noqa: F401 (first: it tells torch's threads how long to spin)
+
+# isort: split
 import pytest
 import torch
 from redis_support import RedisServer
