@@ -32,15 +32,14 @@ for list, id, eid, kind, prompt, output, delay, size, more in string.gmatch(ARGV
   jobs[i] = { list, id, eid, tonumber(kind), tonumber(prompt), tonumber(output), tonumber(delay),
     string.sub(ARGV[7], at + 1, at + size), string.sub(ARGV[7], at + size + 1, at + size + more) }
   at = at + size + more
-  by_base[base] = by_base[base] or { members = {}, at = {} }
+  by_base[base] = by_base[base] or {}
   local t = by_base[base]
-  t.members[#t.members + 1] = id .. ':' .. eid
-  t.at[#t.at + 1] = i
+  t[#t + 1] = id .. ':' .. eid
 end
 local leased = {}
 for base, t in pairs(by_base) do
-  local scores = call('ZMSCORE', X .. 'lease:' .. base, unpack(t.members))
-  for j, i in ipairs(t.at) do leased[i] = scores[j] and true or false end
+  local scores = call('ZMSCORE', X .. 'lease:' .. base, unpack(t))
+  for j, member in ipairs(t) do leased[member] = scores[j] and true or false end
 end
 
 local codes, unlink, executions, dependents, callbacks = {}, {}, {}, {}, {}
@@ -60,11 +59,11 @@ local function commit(i)
   local member = id .. ':' .. eid
   local k = P .. ':job:' .. id
   local f = fields(id, PLAIN)
-  if f.x or kind == 4 or not leased[i] then f = fields(id, NAMES) end
+  if f.x or kind == 4 or not leased[member] then f = fields(id, NAMES) end
   local code
-  if leased[i] and f.eid == eid and (f.status == 'started' or f.status == 'queued') then
+  if leased[member] and f.eid == eid and (f.status == 'started' or f.status == 'queued') then
     code = 1
-  elseif leased[i] then
+  elseif leased[member] then
     abandon(base, list, id, eid, worker, now)
     code = 3
   elseif f.status and f.eid == eid and f.status ~= 'started' then
@@ -76,7 +75,7 @@ local function commit(i)
     count(base, 'fenced', 1)
   end
   if code == 1 then
-    leased[i] = false
+    leased[member] = false
     add(leases, base, member)
     add(running, list, member)
     executions[#executions + 1] = member

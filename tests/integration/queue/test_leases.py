@@ -426,6 +426,18 @@ def test_outstanding_tokens_and_bytes_return_to_nothing(redis_url: str) -> None:
     source.unregister()
 
 
+def test_an_outcome_given_twice_in_one_call_writes_one_result(redis_url: str) -> None:
+    client, source = new_client(redis_url), new_source(redis_url)
+    sent = client.submit("x", batch="n")
+    (claimed,) = source.claim(1, 1.0)
+    codes = source.finish([success(claimed), success(claimed, "again"), failure(claimed)])
+    assert codes == [FinishCode.COMMITTED, FinishCode.OURS_EARLIER, FinishCode.OURS_EARLIER]
+    assert client.redis.xlen(f"rq:results:{sent.id}") == 1
+    assert client.batch("n").done == 1
+    assert balance(client) == 0
+    source.unregister()
+
+
 def test_a_finished_jobs_state_survives_a_second_look(redis_url: str) -> None:
     client, source = new_client(redis_url), new_source(redis_url)
     sent = client.submit("x")

@@ -24,7 +24,9 @@ from headrace.producer.scripts import Script
 from headrace.worker.lease import RedisSource
 from headrace.worker.source import ClaimedJob, FinishCode, OutcomeKind, Released
 
-FENCE = "if leased[i] and f.eid == eid and (f.status == 'started' or f.status == 'queued') then"
+FENCE = (
+    "if leased[member] and f.eid == eid and (f.status == 'started' or f.status == 'queued') then"
+)
 WORKERS = st.sampled_from([0, 1])
 
 
