@@ -20,8 +20,8 @@ from typing import Any, Self, TypeVar
 import redis.asyncio
 
 from headrace.producer import connection, keys, operations, submission
-from headrace.producer.blobs import THRESHOLD, BlobStore, perform
-from headrace.producer.client import BLOBS_VARIABLE, DEFAULT_URL, URL_VARIABLE
+from headrace.producer.blobs import BLOBS_VARIABLE, THRESHOLD, BlobStore, perform
+from headrace.producer.client import DEFAULT_URL, URL_VARIABLE
 from headrace.producer.errors import QueueFull, error_for
 from headrace.producer.operations import (
     BatchStatus,

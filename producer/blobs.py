@@ -22,6 +22,7 @@ from headrace.producer import keys
 from headrace.producer.errors import PayloadError
 from headrace.producer.scripts import BlobCall, ReadBlob, WriteBlobs
 
+BLOBS_VARIABLE: Final = "HEADRACE_BLOBS"
 THRESHOLD: Final = 64 * 1024
 _REFERENCE: Final = re.compile(rb'\{"v":1,"blob":"([0-9a-f]{64})","bytes":\d{1,15}\}')
 

@@ -18,7 +18,7 @@ from typing import Any, Self, TypeVar
 import redis
 
 from headrace.producer import connection, explain, keys, operations, submission
-from headrace.producer.blobs import THRESHOLD, BlobStore, perform
+from headrace.producer.blobs import BLOBS_VARIABLE, THRESHOLD, BlobStore, perform
 from headrace.producer.errors import QueueFull, error_for
 from headrace.producer.explain import Explanation
 from headrace.producer.operations import (
@@ -35,7 +35,6 @@ from headrace.producer.scripts import BlobCall, Call, Commands
 
 T = TypeVar("T")
 URL_VARIABLE = "HEADRACE_REDIS_URL"
-BLOBS_VARIABLE = "HEADRACE_BLOBS"
 DEFAULT_URL = "redis://localhost:6379/0"
 
 

@@ -22,7 +22,14 @@ import orjson
 import redis
 
 from headrace.producer import codec, connection, errors, keys, operations, scripts
-from headrace.producer.blobs import THRESHOLD, BlobStore, digest_in, perform, reference
+from headrace.producer.blobs import (
+    BLOBS_VARIABLE,
+    THRESHOLD,
+    BlobStore,
+    digest_in,
+    perform,
+    reference,
+)
 from headrace.producer.errors import PayloadError, QueueFull, RedisUnavailable
 from headrace.worker.outbox import Outbox
 from headrace.worker.rq_worker import WORKER_TTL, Registration
@@ -147,6 +154,10 @@ class RedisSource:
 
     @classmethod
     def from_url(cls, url: str, queues: Sequence[str], **options: Any) -> "RedisSource":
+        """A source for a URL; its blob store, unless given, is what `HEADRACE_BLOBS` names."""
+        root = os.environ.get(BLOBS_VARIABLE)
+        if root and "blobs" not in options:
+            options["blobs"] = BlobStore(root)
         return cls(lambda: connection.connect(url), queues, **options)
 
     def start(self) -> None:

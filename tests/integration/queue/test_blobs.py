@@ -86,6 +86,17 @@ def test_a_blob_that_is_gone_or_damaged_fails_its_job_alone(redis_url: str, root
     assert balance(client) == 0
 
 
+def test_one_variable_sets_the_store_of_clients_and_workers(
+    redis_url: str, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADRACE_BLOBS", root)
+    client, source = Client(redis_url, queue=QUEUE), RedisSource.from_url(redis_url, [QUEUE])
+    client.submit(LARGE)
+    (claimed,) = source.claim(1, 1.0)
+    assert json.loads(claimed.payload)["prompt"] == LARGE
+    assert len(files(root)) == 1
+
+
 def test_a_worker_without_a_store_says_so(redis_url: str, root: str) -> None:
     client, source = Client(redis_url, queue=QUEUE, blobs=root), worker(redis_url, None)
     job = client.submit(LARGE)
