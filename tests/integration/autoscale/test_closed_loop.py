@@ -1,5 +1,9 @@
-"""0 -> n -> 0 on this machine: the chart's scaler on the real metric, over real workers."""
+"""0 -> n -> 0 on this machine: the chart's scaler on the real metric, over real workers.
 
+HEADRACE_PLOTS names a folder in which the loop is drawn beside its simulation.
+"""
+
+import os
 import signal
 from array import array
 from collections.abc import Callable, Iterator
@@ -152,6 +156,8 @@ def test_a_burst_takes_the_workers_from_zero_to_n_and_back_to_zero(
     record_property("replica_seconds_over_predicted", round(ratio, 3))
     with capsys.disabled():
         print(beside(loop, predicted, ratio))
+    if os.environ.get("HEADRACE_PLOTS"):
+        plot(loop, predicted, Path(os.environ["HEADRACE_PLOTS"]) / "closed-loop.png")
     assert predicted.peak_replicas == wanted
     assert predicted.finished == JOBS
 
@@ -174,6 +180,29 @@ def predict(loop: ClosedLoop, rates: list[tuple[float, float]]) -> Outcome:
     (scaled,) = kind(render(VALUES), "ScaledObject")
     scenario = Scenario(trace, machine, max_replicas=6, scrape_s=1.0)
     return simulate(scenario, Outstanding(TARGET), keda_controller(scaled))
+
+
+def plot(loop: ClosedLoop, predicted: Outcome, path: Path) -> None:
+    """Replicas and outstanding jobs over time, real and simulated."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    real = [(s.at, s.replicas, s.ready, s.metric or 0) for s in loop.seen]
+    fake = [(s.at, s.replicas, s.ready, s.metric or 0) for s in predicted.samples]
+    for name, rows, style in (("real", real, "-"), ("simulated", fake, "--")):
+        at, replicas, ready, metric = zip(*rows, strict=True)
+        upper.step(at, replicas, style, where="post", color="tab:blue", label=f"replicas, {name}")
+        upper.step(at, ready, style, where="post", color="tab:green", label=f"ready, {name}")
+        lower.step(at, metric, style, where="post", color="tab:orange", label=f"jobs, {name}")
+    upper.set_ylabel("replicas")
+    lower.set_ylabel("outstanding jobs")
+    lower.set_xlabel(f"seconds of the controllers' clock ({SPEED:g} times the wall's)")
+    for axes in (upper, lower):
+        axes.legend(fontsize="small")
+        axes.grid(alpha=0.3)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
 
 
 def beside(loop: ClosedLoop, predicted: Outcome, ratio: float) -> str:
