@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from headrace.worker import kill_points
 from headrace.worker.metrics import WorkerMetrics
 from headrace.worker.retrying import Connection
 from headrace.worker.source import (
@@ -147,11 +148,15 @@ class Courier:
                 self._finish(outcomes)
                 outcomes = []
             if released:
+                kill_points.reach("before_release")
                 self._insist(lambda: self._source.release(released))
+                kill_points.reach("after_release")
                 self._metrics.jobs_released.inc(len(released))
                 released = []
             if progress:
+                kill_points.reach("before_checkpoint")
                 self._insist(lambda: self._source.checkpoint(progress))
+                kill_points.reach("after_checkpoint")
         except SourceUnavailable:
             pass
         except Exception:
@@ -164,6 +169,7 @@ class Courier:
 
     def _finish(self, outcomes: list[Outcome]) -> None:
         """A group that the queue refuses is tried one by one: a single bad result fails alone."""
+        kill_points.reach("before_finish")
         try:
             codes = self._connection.insist(
                 lambda: self._source.finish(outcomes), give_up=lambda: self._give_up
@@ -181,6 +187,7 @@ class Courier:
                 extra={"job_id": outcomes[0].job.job_id},
             )
             return
+        kill_points.reach("after_finish")
         now = time.time()
         for outcome, code in zip(outcomes, codes, strict=True):
             self._count(outcome, code, now)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from headrace.engine.errors import Failure, RequestError
 from headrace.producer import codec, schemas
-from headrace.worker import checkpoint, jobs
+from headrace.worker import checkpoint, jobs, kill_points
 from headrace.worker.courier import Courier
 from headrace.worker.inflight import InFlight
 from headrace.worker.metrics import WorkerMetrics
@@ -138,6 +138,8 @@ class Feeder:
                     self._changed.wait_for(lambda: self._stopped or self._free() > 0, 0.5)
                 continue
             claimed = self._claim(min(room, MAX_CLAIM))
+            if claimed:
+                kill_points.reach("after_claim")
             claimed_at = time.time()
             foreign = 0
             for job in claimed:

@@ -16,7 +16,7 @@ from headrace.engine.errors import EngineError, Failure, RequestError
 from headrace.engine.sequence import FinishReason, Sequence, SequenceStatus
 from headrace.engine.stats import StepOutput, StepStats
 from headrace.producer import codec, schemas
-from headrace.worker import checkpoint, jobs
+from headrace.worker import checkpoint, jobs, kill_points
 from headrace.worker.courier import Courier
 from headrace.worker.drain import Drain
 from headrace.worker.feeder import Feeder, Serving
@@ -211,6 +211,7 @@ class ServingLoop:
                     continue
                 self._flights[flight.job.execution_id] = flight
                 self._add(flight, ended)
+                kill_points.reach("after_start")
         if ended:
             self.courier.deliver(ended)
         self._metrics.claimed_jobs.set(len(self._flights))
@@ -244,6 +245,12 @@ class ServingLoop:
             self._recover(error)
             return
         self._observe(output.stats, time.perf_counter() - started)
+        kill_points.progressed(
+            flight.job.job_id
+            for sequence in (*output.progressed, *output.finished)
+            if (flight := self._by_seq.get(sequence.seq_id)) is not None
+        )
+        kill_points.reach("mid_generation")
         ended = self._collect(output)
         if self._recovery.active:
             self._recovery.observe({outcome.job.execution_id for outcome in ended})
@@ -264,7 +271,10 @@ class ServingLoop:
             self._observe_end(sequence)
             if flight.failed:
                 self._abort(flight)
-            if flight.failed or not flight.unfinished:
+            # Once, however many of its answers end in this step.
+            if flight.job.execution_id in self._flights and (
+                flight.failed or not flight.unfinished
+            ):
                 ended.append(self._end(flight))
         return ended
 
@@ -417,6 +427,7 @@ class ServingLoop:
         )
         self._put_back([flight for flight in self._flights.values() if _unbegun(flight)])
         self._put_back(self.feeder.stop(max(0.5, 2 * self._settings.claim_wait)))
+        kill_points.reach("drain_begun")
         while self._flights and not self._drain.stop_working:
             self._give_up_lost()
             self._expire()

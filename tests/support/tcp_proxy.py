@@ -4,12 +4,15 @@ import contextlib
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 
 class TcpProxy:
     """Listens on loopback and forwards to `port`. `lose_replies(n)` drops the next n replies that
     carry data and cuts their connections; `cut()` drops all connections now; `refuse` closes new
-    ones at once, `refuse_after_loss` from the first lost reply on."""
+    ones at once, `refuse_after_loss` from the first lost reply on. `halve(text, then)`: the next
+    request that contains `text` reaches the server by half, `then` is called, and the rest never
+    comes."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -20,7 +23,9 @@ class TcpProxy:
         self.lost = 0
         self._to_lose = 0
         self._must_contain = b""
-        self._armed: set[int] = set()
+        self._to_halve = b""
+        self._then: Callable[[], object] = int
+        self.halved = False
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True).start()
@@ -33,6 +38,10 @@ class TcpProxy:
         """Lose the replies to the next `count` requests that contain `to`."""
         with self._lock:
             self._to_lose, self._must_contain = count, to
+
+    def halve(self, text: bytes, then: Callable[[], object]) -> None:
+        with self._lock:
+            self._to_halve, self._then = text, then
 
     def cut(self) -> None:
         with self._lock:
@@ -68,11 +77,22 @@ class TcpProxy:
                     target=self._pump, args=(source, target, reply, armed), daemon=True
                 ).start()
 
+    def _takes_half(self, data: bytes) -> bool:
+        with self._lock:
+            if not self._to_halve or self._to_halve not in data:
+                return False
+            self._to_halve, self.halved = b"", True
+            return True
+
     def _pump(
         self, source: socket.socket, target: socket.socket, reply: bool, armed: threading.Event
     ) -> None:
         try:
             while data := source.recv(65536):
+                if not reply and self._takes_half(data):
+                    target.sendall(data[: len(data) // 2])
+                    self._then()
+                    break
                 if not reply:
                     with self._lock:
                         if self._to_lose and self._must_contain in data:
