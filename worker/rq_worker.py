@@ -53,13 +53,15 @@ class Registration:
             worker_ttl=WORKER_TTL - 60,
         )
         self._ended = threading.Event()
+        self._listening = threading.Event()
         self._listener = threading.Thread(target=self._listen, name="rq-commands", daemon=True)
 
     def register(self) -> None:
-        """Enter the books and listen to commands."""
+        """Enter the books and listen to commands, from the return of this call on."""
         self._worker.register_birth()
         self._worker.set_state("idle")
         self._listener.start()
+        self._listening.wait(2.0)
 
     def register_again(self) -> None:
         """The entry has gone (a long stop, a Redis that came back empty): write it anew."""
@@ -78,9 +80,7 @@ class Registration:
     def _listen(self) -> None:
         """Commands, for ever. A lost connection is subscribed again by the client library."""
         channel = self._worker.pubsub_channel_name
-        pubsub = self._listen_connection.pubsub(  # type: ignore[no-untyped-call]
-            ignore_subscribe_messages=True
-        )
+        pubsub = self._listen_connection.pubsub()  # type: ignore[no-untyped-call]
         wanted = False
         while not self._ended.is_set():
             try:
@@ -92,7 +92,9 @@ class Registration:
                 log.debug("command channel: %s", error)
                 self._ended.wait(1.0)
                 continue
-            if message is not None:
+            if message is not None and message["type"] == "subscribe":
+                self._listening.set()
+            elif message is not None:
                 self._command(message.get("data"))
         with contextlib.suppress(redis.exceptions.RedisError, OSError):
             pubsub.close()
