@@ -69,9 +69,7 @@ class CpuBackend:
     @staticmethod
     def serves(config: ModelConfig, block_size: int, dtype: torch.dtype) -> bool:
         """Whether the kernels take these shapes: float32, heads and blocks of whole vectors."""
-        return (
-            dtype == torch.float32 and config.head_dim % LANES == 0 and block_size % LANES == 0
-        )
+        return dtype == torch.float32 and config.head_dim % LANES == 0 and block_size % LANES == 0
 
     def allocate_kv(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype
@@ -224,9 +222,7 @@ class CpuBackend:
         fields[:, 4] = metadata.positions[fields[:, 0] + fields[:, 1] - 1] + 1
         if shared is not None:
             fields[:, 3] = shared[row] * metadata.block_size
-            fields[:, 5] = np.where(
-                shared[row] > 0, cpu_kernels.RESUME, cpu_kernels.START
-            )
+            fields[:, 5] = np.where(shared[row] > 0, cpu_kernels.RESUME, cpu_kernels.START)
         return fields[np.argsort((fields[:, 3] - fields[:, 4]) * fields[:, 1], kind="stable")]
 
     def _prefix_tiles(self, metadata: AttentionMetadata) -> _Tiles:

@@ -1,8 +1,8 @@
 """Compiled CPU kernels: norms, gating, rope with the KV store, and paged attention, in float32.
 
 Each kernel is `void f(int64 *args)`: addresses and sizes, the first entry a counter from which the
-threads of one launch claim work. `layers.cpu_backend` fills the arguments and describes the layouts:
-keys [block, kv_head, head_dim, block_size], values [block, kv_head, block_size, head_dim].
+threads of one launch claim work. `layers.cpu_backend` fills the arguments. Keys lie
+[block, kv_head, head_dim, block_size], values [block, kv_head, block_size, head_dim].
 """
 
 from collections.abc import Callable, Sequence
@@ -159,9 +159,7 @@ def rope_and_store(args: Any) -> None:
                 )
                 for i in range(head_dim):
                     columns[i * block_size] = head[i]
-                source = carray(
-                    floats_at(row + 4 * (heads + kv_heads + g) * head_dim), (head_dim,)
-                )
+                source = carray(floats_at(row + 4 * (heads + kv_heads + g) * head_dim), (head_dim,))
                 target = carray(floats_at(values + 4 * (place + offset * head_dim)), (head_dim,))
                 for i in range(head_dim):
                     target[i] = source[i]
@@ -187,7 +185,9 @@ def _score_rows(sizes: Sequence[int], tiles: Sequence[Callable[..., Any]]) -> An
     ) -> None:
         row = 0
         while rows - row >= size:
-            tile(query + 4 * row * head_dim, keys, stride, head_dim, scores + 4 * row * chunk, chunk)
+            tile(
+                query + 4 * row * head_dim, keys, stride, head_dim, scores + 4 * row * chunk, chunk
+            )
             row += size
         if row < rows:
             rest(
@@ -227,7 +227,14 @@ def _mix_rows(sizes: Sequence[int], tiles: Sequence[Callable[..., Any]]) -> Any:
             row += size
         if row < rows:
             rest(
-                rows - row, weights + 4 * row * chunk, chunk, values, column, n, d, out + 4 * row * d
+                rows - row,
+                weights + 4 * row * chunk,
+                chunk,
+                values,
+                column,
+                n,
+                d,
+                out + 4 * row * d,
             )
 
     return run
@@ -257,7 +264,6 @@ def paged_attention(args: Any) -> None:
     tiles = carray(integers_at(a[6]), (num_tiles, TILE_FIELDS))
     group = heads // kv_heads
     block_floats = head_dim * block_size
-    parts = block_size // LANES
 
     scratch = a[19] + 4 * a[20] * claim(a[1])
     key_list_at = scratch

@@ -76,9 +76,7 @@ def _reduce(builder: ir.IRBuilder, name: str, vector: ir.Value) -> ir.Value:
         mask = [*range(width, 2 * width), *range(width, 2 * width)] * (LANES // (2 * width))
         indices = ir.Constant(_INTS, (mask * LANES)[:LANES])
         other = builder.shuffle_vector(vector, ir.Constant(_VECTOR, ir.Undefined), indices)
-        vector = (
-            builder.fadd(vector, other) if name == "sum" else _maximum(builder, vector, other)
-        )
+        vector = builder.fadd(vector, other) if name == "sum" else _maximum(builder, vector, other)
     return builder.extract_element(vector, ir.Constant(_I32, 0))
 
 
@@ -133,7 +131,8 @@ def floats_at(typing_context: Any, address: Any) -> Any:
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(types.float32)(types.int64), codegen
+    pointer = types.CPointer(types.float32)  # type: ignore[attr-defined]
+    return pointer(types.int64), codegen
 
 
 @intrinsic
@@ -143,7 +142,8 @@ def integers_at(typing_context: Any, address: Any) -> Any:
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(types.int64)(types.int64), codegen
+    pointer = types.CPointer(types.int64)  # type: ignore[attr-defined]
+    return pointer(types.int64), codegen
 
 
 @intrinsic
@@ -189,8 +189,7 @@ def _score_tile(rows: int, blocks: int) -> Callable[..., Any]:
                 for block in range(blocks)
             ]
             sums = [
-                [cgutils.alloca_once(builder, _VECTOR) for _ in range(blocks)]
-                for _ in range(rows)
+                [cgutils.alloca_once(builder, _VECTOR) for _ in range(blocks)] for _ in range(rows)
             ]
             for row in sums:
                 for cell in row:
@@ -199,9 +198,7 @@ def _score_tile(rows: int, blocks: int) -> Callable[..., Any]:
                 offset = builder.mul(loop.index, key_stride)
                 vectors = [_load(builder, _at(builder, base, offset)) for base in bases]
                 for index, row in enumerate(sums):
-                    at = builder.add(
-                        builder.mul(head_dim, ir.Constant(_I64, index)), loop.index
-                    )
+                    at = builder.add(builder.mul(head_dim, ir.Constant(_I64, index)), loop.index)
                     value = _splat(builder, _load(builder, _at(builder, query, at), _F32))
                     for vector, cell in zip(vectors, row, strict=True):
                         builder.store(_fma(builder, value, vector, builder.load(cell)), cell)
@@ -251,16 +248,13 @@ def _mix_tile(rows: int, vectors: int) -> Callable[..., Any]:
                 for row in range(rows)
             ]
             cells = [
-                [cgutils.alloca_once(builder, _VECTOR) for _ in range(vectors)]
-                for _ in range(rows)
+                [cgutils.alloca_once(builder, _VECTOR) for _ in range(vectors)] for _ in range(rows)
             ]
             for address_row, cell_row in zip(addresses, cells, strict=True):
                 for address, cell in zip(address_row, cell_row, strict=True):
                     builder.store(_load(builder, address), cell)
             lanes = ir.Constant(_I64, LANES)
-            num_blocks = builder.sdiv(
-                builder.add(num_tokens, ir.Constant(_I64, LANES - 1)), lanes
-            )
+            num_blocks = builder.sdiv(builder.add(num_tokens, ir.Constant(_I64, LANES - 1)), lanes)
             with cgutils.for_range(builder, num_blocks) as block_loop:
                 base = _load(builder, _at(builder, values, block_loop.index, 8), _I64)
                 first = builder.mul(block_loop.index, lanes)
@@ -281,9 +275,7 @@ def _mix_tile(rows: int, vectors: int) -> Callable[..., Any]:
                     ]
                     token = builder.add(first, loop.index)
                     for row, cell_row in enumerate(cells):
-                        at = builder.add(
-                            builder.mul(weight_stride, ir.Constant(_I64, row)), token
-                        )
+                        at = builder.add(builder.mul(weight_stride, ir.Constant(_I64, row)), token)
                         weight = _splat(builder, _load(builder, _at(builder, weights, at), _F32))
                         for vector, cell in zip(loaded, cell_row, strict=True):
                             builder.store(_fma(builder, weight, vector, builder.load(cell)), cell)
@@ -322,9 +314,7 @@ def softmax_step(
         builder.store(_constant(_LOWEST), peak)
         with cgutils.for_range(builder, num_vectors) as loop:
             address = _at(builder, scores, builder.mul(loop.index, ir.Constant(_I64, LANES)))
-            score = builder.select(
-                visible(loop.index), _load(builder, address), _constant(_LOWEST)
-            )
+            score = builder.select(visible(loop.index), _load(builder, address), _constant(_LOWEST))
             builder.store(_maximum(builder, score, builder.load(peak)), peak)
         old = _load(builder, state, _F32)
         new = _maximum(builder, _reduce(builder, "max", builder.load(peak)), old)

@@ -1,4 +1,4 @@
-"""The runner behind its one door: persistent rows, lone failures, noise that outlives preemption."""
+"""The runner behind its one door: persistent rows, lone failures, noise kept over preemption."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
