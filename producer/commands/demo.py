@@ -30,7 +30,7 @@ _SHOWN = 5
 @option("--dtype", default="auto", show_default=True, help="As for `headrace worker`.")
 @click.pass_context
 def demo(ctx: click.Context, model: str, folder: Path, dtype: str) -> None:
-    """Answer 40 visitors of a museum, all with the same long instructions to the guide.
+    """Write 40 signs for a museum, all by the same long instructions.
 
     A private Redis, a worker process and our engine start for it and end with it. Needs no GPU and
     no account; the model (135 million parameters) comes from a Python package on first use.
