@@ -1,6 +1,7 @@
 """`headrace run` with nothing but a file and a model: private Redis, worker process, our engine."""
 
 import json
+import re
 from pathlib import Path
 
 import tiny
@@ -66,3 +67,29 @@ def test_bad_requests_fail_alone_and_typed_and_the_batch_goes_on(tmp_path: Path)
         "invalid_json_line",
     }
     assert never["unsupported_parameter"]["param"] == "tools"
+
+
+def test_demo_shows_machine_model_answers_rates_and_where_the_results_lie(tmp_path: Path) -> None:
+    model = tmp_path / "tiny"
+    tiny.write_checkpoint(model, max_position_embeddings=8192)
+    folder = tmp_path / "demo"
+    done = headrace(
+        "demo",
+        "--model",
+        model,
+        "--folder",
+        folder,
+        HEADRACE_NUM_THREADS="1",
+        HEADRACE_DTYPE="float32",
+    )
+    assert done.returncode == 0, done.stderr
+    assert len(read_lines(folder / "prompts.jsonl")) == 40
+    assert len(read_lines(folder / "answers.jsonl")) == 40
+    shown = done.stdout
+    assert "machine: " in shown and f"model:   {model}" in shown
+    assert shown.count("\n> Write one sentence about ") == 5
+    assert "40 of 40 answered" in shown and "jobs/s" in shown and "output tokens/s" in shown
+    (cached,) = re.findall(r"prefix cache: ([\d.]+)% of", shown)
+    assert float(cached) > 85, "39 of 40 prompts begin with the same 2,900 tokens"
+    assert f"results: {folder / 'answers.jsonl'}" in shown
+    assert "40/40" in done.stderr, "the progress bar"
