@@ -27,7 +27,7 @@ P:x:last:NAME                 string  last claim, for a lost reply           300
 P:x:deadline:Q                zset    id -> Unix deadline                    until it ends scripts
 P:x:tenants:Q                 zset    active tenant -> tokens served         active        scripts
 P:x:served:Q                  zset    idle tenant still in debt -> tokens    until level   scripts
-P:x:broken:Q                  list    ids whose record can't be read              1,000 last    scripts
+P:x:broken:Q                  list    ids whose record can't be read         1,000 last    scripts
 P:x:turn:Q                    string  worker emptying itself for a suspect   60 s          claim
 P:x:dead:Q                    zset    dead-letter ids, score = when          failure TTL   scripts
 P:x:history:ID                list    JSON lines: crashes, failed attempts   as the job    scripts

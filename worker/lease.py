@@ -438,11 +438,19 @@ class RedisSource:
         )
 
     def unregister(self) -> None:
-        """Leave the books: this worker ends."""
-        self._send(scripts.Commands((("DEL", keys.facts(self.name)),)))
-        if self._registration is not None:
-            self._guard(self._registration.unregister)
-            self._registration = None
+        """Leave the books: this worker ends. Tries again for some seconds."""
+        end = time.monotonic() + 3.0
+        while True:
+            try:
+                self._send(scripts.Commands((("DEL", keys.facts(self.name)),)))
+                if self._registration is not None:
+                    self._guard(self._registration.unregister)
+                    self._registration = None
+                return
+            except SourceUnavailable:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
 
     def close(self) -> None:
         self._redis.close()
