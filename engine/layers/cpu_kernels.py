@@ -5,9 +5,13 @@ threads of one launch claim work. `layers.cpu_backend` fills the arguments. Keys
 [block, kv_head, head_dim, block_size], values [block, kv_head, block_size, head_dim].
 """
 
+import os
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import numba
 from numba import carray, cfunc, njit
 
 from headrace.engine.layers.cpu_simd import (
@@ -25,6 +29,21 @@ from headrace.engine.layers.cpu_simd import (
     score_tiles,
     softmax_step,
 )
+
+
+def _ensure_cache_folder() -> None:
+    """numba caches compiled code beside this file or in the user's cache folder and refuses to
+    compile where it may write to neither; a private temporary folder serves then (compiled anew by
+    each process)."""
+    beside = Path(__file__).parent
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    candidates = (beside / "__pycache__", beside, home, home.parent)
+    first_existing = [path for path in candidates if path.is_dir()]
+    if not numba.config.CACHE_DIR and not any(os.access(p, os.W_OK) for p in first_existing):
+        numba.config.CACHE_DIR = tempfile.mkdtemp(prefix="headrace-kernels-")
+
+
+_ensure_cache_folder()
 
 # Only what lets a sum be vectorized: numba puts these flags on every instruction, and more of them
 # would undo exp2's rounding trick and hide NaN.
