@@ -129,6 +129,7 @@ class Scheduler:
         self._predicted_blocks = 0
         self._held_blocks = 0
         self._step = 0
+        self._in_flight: set[int] = set()
         self._turn = 0
         self._grouped_rows: list[int] = []
         self._groups: list[PrefixGroup] = []
@@ -182,6 +183,7 @@ class Scheduler:
         if not plan.rows:
             return None
         self._step = plan.step
+        self._in_flight.add(plan.step)
         removed, self._removed = self._removed, []
         return ScheduledBatch(
             plan.step, plan.added, removed, plan.rows, self._prefix_groups(plan.rows)
@@ -218,7 +220,7 @@ class Scheduler:
                 seq.output_token_ids.extend(tokens)
                 num_output_tokens += len(tokens)
                 progressed.append((seq, len(tokens)))
-        self.blocks.step_done(batch.step)
+        self._step_done(batch.step)
         return Updated(progressed, failed, num_prompt_tokens, num_output_tokens)
 
     def roll_back(self, batch: ScheduledBatch) -> None:
@@ -239,7 +241,7 @@ class Scheduler:
                 entry.seq.num_computed_tokens = row.num_computed_tokens
                 self._drop_row(entry)
         self._grouped_rows = []
-        self.blocks.step_done(batch.step)
+        self._step_done(batch.step)
 
     def finish(self, seq: Sequence, answered: bool = True, discard: bool = False) -> None:
         """The sequence has ended, wherever it was. `answered`: its length teaches the predictor;
@@ -417,6 +419,12 @@ class Scheduler:
         entry.last_step = plan.step
         if samples:
             entry.num_pending += 1
+
+    def _step_done(self, step: int) -> None:
+        """Blocks kept for a step are free once no step up to that one is in flight: a later one may
+        have ended before, by not being launched at all."""
+        self._in_flight.discard(step)
+        self.blocks.step_done(min(self._in_flight, default=self._step + 1) - 1)
 
     # --- newcomers --------------------------------------------------------------------------
 

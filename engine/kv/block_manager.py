@@ -192,7 +192,7 @@ class BlockManager:
             self._retired.append((after_step, table.blocks))
 
     def step_done(self, step: int) -> None:
-        """The step has ended: give back what was kept for it. Steps end in order."""
+        """No step up to this one is in flight: give back what was kept for them."""
         while self._retired and self._retired[0][0] <= step:
             self._pool.release(reversed(self._retired.popleft()[1]))
 

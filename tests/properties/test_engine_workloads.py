@@ -118,10 +118,14 @@ def test_any_workload_gives_the_oracles_tokens_and_balanced_books(options, steps
     st.sets(st.integers(1, 15), max_size=2),
     st.sets(st.integers(1, 15), max_size=2),
     st.sets(st.integers(0, 40), max_size=3),
+    st.sets(st.integers(0, 40), max_size=3),
     st.one_of(st.none(), st.integers(4, 12)),
 )
-def test_faults_of_any_kind_hurt_only_whose_they_are(options, steps, broken, nan, flaky, memory):
-    """`broken` and `nan` sequences always fail, some steps fail once, large steps lack memory."""
+def test_faults_of_any_kind_hurt_only_whose_they_are(
+    options, steps, broken, nan, flaky, unlaunched, memory
+):
+    """`broken` and `nan` sequences always fail, some steps fail once, in the middle (`flaky`) or
+    when launched, and large steps lack memory."""
     count = 0
 
     def fault(batch):
@@ -134,12 +138,17 @@ def test_faults_of_any_kind_hurt_only_whose_they_are(options, steps, broken, nan
         if broken & {row.seq_id for row in batch.rows}:
             raise RuntimeError("stays")
 
+    def refuse(batch):
+        if batch.step in unlaunched and batch.step - 1 not in unlaunched:
+            raise RuntimeError("not launched")
+
     engine = toy_engine(
-        eos=EOS_IDS, fault=fault, nan=lambda seq_id, _read: seq_id in nan, **options
+        eos=EOS_IDS, fault=fault, refuse=refuse, nan=lambda number, _read: number in nan, **options
     )
     sequences, ended = play(engine, steps)
     check(engine, sequences, ended)
-    if memory is None and not options["deduplicate"]:
+    attributable = memory is None and not (flaky and unlaunched)
+    if attributable and not options["deduplicate"]:
         for seq in sequences:
             if seq.failure is not None:
                 assert seq.seq_id in broken | nan

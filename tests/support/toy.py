@@ -116,7 +116,8 @@ class _Handle:
 class ToyRunner:
     """Executes batches in order, but only when their tokens are asked for, as a device would.
 
-    `fault(batch)` may raise, as a device does, in the middle of a step; `nan(seq_id, tokens)` names
+    `fault(batch)` may raise, as a device does, in the middle of a step, and `refuse(batch)` when it
+    is launched; `nan(seq_id, tokens)` names
     rows whose logits are not finite.
     """
 
@@ -127,11 +128,13 @@ class ToyRunner:
         model: NextToken = hash_token,
         fault: Callable[[ScheduledBatch], None] | None = None,
         nan: Callable[[int, list[int]], bool] | None = None,
+        refuse: Callable[[ScheduledBatch], None] | None = None,
     ) -> None:
         self.block_size = block_size
         self.model = model
         self.fault = fault
         self.nan = nan
+        self.refuse = refuse
         self.slots: dict[int, list[int | None]] = {
             block: [None] * block_size for block in range(num_blocks)
         }
@@ -141,6 +144,8 @@ class ToyRunner:
         self._pending: list[_Handle] = []
 
     def execute(self, batch: ScheduledBatch) -> _Handle:
+        if self.refuse is not None:
+            self.refuse(batch)
         handle = _Handle(self, batch)
         self._check_new_blocks(batch)
         self._pending.append(handle)
