@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 READY := $(VENV)/.installed
 
-.PHONY: demo test check bench format venv kernels-aot kernels-full
+.PHONY: demo test check bench format venv kernels-aot kernels-full chaos fuzz soak
 
 venv: $(READY)
 
@@ -44,3 +44,19 @@ kernels-aot: $(READY)
 # The cross product of what `make test` covers by pairs: compiled on a GPU, else hours of interpreter.
 kernels-full: $(READY)
 	KERNELS_FULL=1 $(BIN)/python -m pytest tests/kernels
+
+# Everything but the promises is broken for so long; other values: SEED, FSYNC (everysec or always).
+chaos: SECONDS ?= 600
+chaos: SEED ?= 1
+chaos: FSYNC ?= everysec
+chaos: $(READY)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python tests/crash/chaos.py --seconds $(SECONDS) --seed $(SEED) --fsync $(FSYNC)
+
+fuzz: CASES ?= 100000
+fuzz: $(READY)
+	HEADRACE_FUZZ_CASES=$(CASES) $(BIN)/python -m pytest tests/fuzz
+
+# Full load with worker restarts; memory of worker, client and Redis must level off.
+soak: MINUTES ?= 30
+soak: $(READY)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python tests/soak/soak.py --minutes $(MINUTES)

@@ -1,7 +1,9 @@
 """Keeps what must go on in time: leases renewed, other workers' lapsed ones reaped, facts told.
 
 A thread of its own, so that a long step doesn't stop it. It renews only while the work moves
-(`Pulse`): a hung worker must lose its jobs to another. Nothing here knows Redis or the engine.
+(`Pulse`): a hung worker must lose its jobs to another. After an outage of the queue all leases may
+have lapsed while all workers live; so nobody reaps before the others had time to renew theirs.
+Nothing here knows Redis or the engine.
 """
 
 import logging
@@ -24,8 +26,18 @@ from headrace.worker.source import (
 log = logging.getLogger(__name__)
 
 
+START_GRACE = 5.0
+"""Seconds before a new worker first reaps: it may have started just when the queue came back."""
+
+
+def _suspended() -> float:
+    """Seconds that this machine has slept, plus a constant: the monotonic clock stops meanwhile."""
+    return time.time() - time.monotonic()
+
+
 class Keeper:
-    """`on_lost` is called from this thread with jobs that are no longer ours."""
+    """`on_lost` is called from this thread with jobs that are no longer ours. `outage_grace`:
+    seconds after an unanswered call in which other workers' lapsed leases are left alone."""
 
     def __init__(
         self,
@@ -40,6 +52,7 @@ class Keeper:
         heartbeat_seconds: float = 5.0,
         reap_seconds: float = 7.0,
         announce_seconds: float = 15.0,
+        outage_grace: float = 30.0,
     ) -> None:
         self._source = source
         self._registry = registry
@@ -53,7 +66,10 @@ class Keeper:
             (heartbeat_seconds, self._heartbeat),
             (reap_seconds, self._reap),
         ]
-        self._next = [0.0, 0.0, time.monotonic() + random.uniform(0.0, reap_seconds)]
+        self._outage_grace = outage_grace
+        self._reap_from = time.monotonic() + min(START_GRACE, outage_grace)
+        self._next = [0.0, 0.0, self._reap_from + random.uniform(0.0, reap_seconds)]
+        self._offset = _suspended()
         self._stalled: str | None = None
         self._stopped = False
         self._woken = threading.Event()
@@ -93,6 +109,7 @@ class Keeper:
             duty()
         except SourceUnavailable as error:
             self._connection.lost(error)
+            self._reap_from = time.monotonic() + self._outage_grace
             return min(interval, 0.5)
         except Exception:
             log.exception("%s failed", duty.__name__.strip("_"))
@@ -119,6 +136,15 @@ class Keeper:
             self._on_lost(lost)
 
     def _reap(self) -> None:
+        # The machine slept: this one's queue and the other workers may have slept with it.
+        offset = _suspended()
+        if offset - self._offset > 1.0:
+            self._reap_from = time.monotonic() + self._outage_grace
+        self._offset = offset
+        # Our own first: a process that was stopped for a while must not take itself for dead.
+        self._heartbeat()
+        if time.monotonic() < self._reap_from:
+            return
         reaped = self._source.reap()
         if reaped:
             self._metrics.leases_expired.inc(reaped)

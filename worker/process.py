@@ -117,6 +117,7 @@ class WorkerProcess:
             on_lost=self._lose,
             heartbeat_seconds=min(5.0, self._config.lease_seconds / 4),
             reap_seconds=min(7.0, self._config.lease_seconds / 4),
+            outage_grace=max(5.0, self._config.lease_seconds / 2),
         )
         self._keeper.start()
         self._source_opened.set()

@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +75,7 @@ class Nursery:
     def fork(self, arguments: list[str], log: Path, **environment: str) -> ForkedProcess:
         with self._lock:
             assert self._mother.stdin is not None
+            log.touch()
             order = {"arguments": arguments, "log": str(log), "environment": environment}
             self._mother.stdin.write(json.dumps(order) + "\n")
             self._mother.stdin.flush()
