@@ -72,10 +72,14 @@ class ModelRunner:
             token for token in checkpoint.eos_token_ids if token < decoder.vocab_size
         )
         self.dtype = str(dtype).removeprefix("torch.")
+        self.quantization = decoder.quantization
         self.backend_name = backend.name
         self.kv_cache_bytes = cache.bytes_per_block * (cache.num_blocks + 1)
         self.fingerprint = "-".join(
-            (checkpoint.fingerprint, self.dtype, backend.name, f"torch{torch.__version__}")
+            (
+                *(checkpoint.fingerprint, self.dtype, self.quantization),
+                *(backend.name, f"torch{torch.__version__}"),
+            )
         )
         self._decoder = decoder
         self._backend = backend
@@ -173,8 +177,6 @@ def load_runner(config: EngineConfig) -> ModelRunner:
     CheckpointError: the model's files; EngineError: a setting that this machine cannot serve.
     """
     device = _device(config)
-    if config.quantization is not None:
-        raise EngineError(f"quantization {config.quantization!r} is not supported")
     if config.tensor_parallel_size != 1:
         raise EngineError("tensor_parallel_size above 1 is not supported")
     if config.deterministic:
@@ -191,7 +193,7 @@ def load_runner(config: EngineConfig) -> ModelRunner:
         )
     with torch.inference_mode():
         backend = choose_backend(config, model, max_model_len, dtype, device)
-        decoder = load_decoder(checkpoint, backend, dtype, device)
+        decoder = load_decoder(checkpoint, backend, dtype, device, config.quantization)
         cache = allocate(config, model, backend, dtype, device)
     capacity = cache.num_blocks * cache.block_size
     if capacity < max_model_len:

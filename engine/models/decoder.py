@@ -15,8 +15,8 @@ from headrace.engine.layers.backend import Backend, HeadNorms, LayerKV
 from headrace.engine.layers.linear import Linear
 from headrace.engine.loading.checkpoint import Checkpoint, check_tensors
 from headrace.engine.models.config import ModelConfig
-from headrace.engine.quant.method import LinearSpec, QuantMethod
-from headrace.engine.quant.unquantized import Unquantized
+from headrace.engine.quant.method import LinearSpec
+from headrace.engine.quant.scheme import Scheme, choose_scheme
 
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
@@ -48,9 +48,11 @@ class Decoder:
         head: Linear,
         vocab_size: int,
         backend: Backend,
+        quantization: str = "none",
     ) -> None:
         self.config = config
         self.vocab_size = vocab_size
+        self.quantization = quantization
         self._embedding = embedding
         self._layers = layers
         self._final_norm = final_norm
@@ -85,20 +87,27 @@ class Decoder:
 
 
 def load_decoder(
-    checkpoint: Checkpoint, backend: Backend, dtype: torch.dtype, device: torch.device
+    checkpoint: Checkpoint,
+    backend: Backend,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantization: str | None = None,
 ) -> Decoder:
-    """Read all weights; CheckpointError names tensors that are missing, unexpected or misshapen."""
+    """Read all weights; CheckpointError names tensors that are missing, unexpected or misshapen.
+
+    `quantization`: a scheme's name, None for the checkpoint's own.
+    """
     config = checkpoint.config
-    method = Unquantized()
-    source = checkpoint.tensors
     specs = [_layer_specs(config, index) for index in range(config.num_layers)]
-    _check(checkpoint, method, specs)
+    scheme = choose_scheme(checkpoint, quantization, [spec for layer in specs for spec in layer])
+    source = scheme.source
+    _check(config, scheme, specs)
 
     def vector(name: str) -> Tensor:
         return source.load(name).to(device, dtype)
 
     def linear(spec: LinearSpec) -> Linear:
-        return Linear.load(method, spec, source, dtype, device)
+        return Linear.load(scheme.method_for(spec), spec, source, dtype, device)
 
     layers = []
     for index, (qkv, output, gate_up, down) in enumerate(specs):
@@ -125,13 +134,15 @@ def load_decoder(
     vocab_size = min(config.vocab_size, checkpoint.num_token_ids or config.vocab_size)
     head_weight = embedding if config.tie_word_embeddings else source.load(f"{_HEAD}.weight")
     head = Linear.load(
-        method,
+        scheme.head,
         LinearSpec((_HEAD,), config.hidden_size, (vocab_size,)),
         _Given({f"{_HEAD}.weight": head_weight[:vocab_size]}),
         dtype,
         device,
     )
-    return Decoder(config, embedding, layers, vector(_FINAL_NORM), head, vocab_size, backend)
+    return Decoder(
+        *(config, embedding, layers, vector(_FINAL_NORM), head, vocab_size, backend, scheme.name)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +178,7 @@ def _layer_specs(config: ModelConfig, index: int) -> tuple[LinearSpec, ...]:
     )
 
 
-def _check(
-    checkpoint: Checkpoint, method: QuantMethod[Any], specs: Sequence[tuple[LinearSpec, ...]]
-) -> None:
-    config = checkpoint.config
+def _check(config: ModelConfig, scheme: Scheme, specs: Sequence[tuple[LinearSpec, ...]]) -> None:
     expected: dict[str, tuple[int, ...]] = {
         _EMBEDDING: (config.vocab_size, config.hidden_size),
         _FINAL_NORM: (config.hidden_size,),
@@ -187,5 +195,5 @@ def _check(
             expected[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
         ignored.add(prefix + "self_attn.rotary_emb.inv_freq")  # written by old Transformers
         for spec in layer:
-            expected.update(method.tensor_shapes(spec))
-    check_tensors(checkpoint.tensors.shapes(), expected, ignored)
+            expected.update(scheme.method_for(spec).tensor_shapes(spec))
+    check_tensors(scheme.source.shapes(), expected, {*ignored, *scheme.ignored})

@@ -5,8 +5,8 @@ the device multiplies fastest (`process`, once), and multiplies (`apply`). One s
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,12 @@ class LinearSpec:
     out_features: Sequence[int]
     bias: bool = False
 
+    def part(self, index: int) -> "LinearSpec":
+        """One of the parts as a layer of its own."""
+        return LinearSpec(
+            (self.parts[index],), self.in_features, (self.out_features[index],), self.bias
+        )
+
 
 class QuantMethod(Protocol[WeightsT]):
     def tensor_shapes(self, spec: LinearSpec) -> Mapping[str, tuple[int, ...]]:
@@ -43,3 +49,35 @@ class QuantMethod(Protocol[WeightsT]):
     def apply(self, weights: WeightsT, x: Tensor) -> Tensor:
         """x [rows, in_features] to [rows, sum(out_features)]."""
         ...
+
+    def dequantize(self, weights: WeightsT) -> Tensor:
+        """Float32 [sum(out_features), in_features] of what `create_weights` returned."""
+        ...
+
+
+def stacked_bias(
+    spec: LinearSpec, source: TensorSource, dtype: torch.dtype, device: torch.device
+) -> Tensor | None:
+    """The parts' biases behind each other; None when the layer has none."""
+    if not spec.bias:
+        return None
+    return torch.cat([source.load(f"{part}.bias").to(device, dtype) for part in spec.parts])
+
+
+def bias_shapes(spec: LinearSpec) -> dict[str, tuple[int, ...]]:
+    if not spec.bias:
+        return {}
+    return {
+        f"{part}.bias": (rows,) for part, rows in zip(spec.parts, spec.out_features, strict=True)
+    }
+
+
+def weight_bytes(weights: Any) -> int:
+    """Memory of the tensors in a method's weights, oneDNN's packed ones included."""
+    if isinstance(weights, Tensor):
+        return weights.numel() * weights.element_size()
+    if isinstance(weights, list | tuple):
+        return sum(map(weight_bytes, weights))
+    if is_dataclass(weights):
+        return sum(weight_bytes(getattr(weights, item.name)) for item in fields(weights))
+    return 0

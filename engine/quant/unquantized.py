@@ -54,6 +54,9 @@ class Unquantized:
             return y
         return functional.linear(x, weights.weight, weights.bias)
 
+    def dequantize(self, weights: PlainWeights) -> Tensor:
+        return weights.weight.float()
+
 
 def can_pack(weight: Tensor) -> bool:
     """Whether oneDNN packs this weight: float32 or bfloat16 on a CPU, in a torch built with it."""

@@ -1,0 +1,115 @@
+"""Matmuls with packed weights: rows are unpacked where they are multiplied, never the whole matrix.
+
+A few rows of activations meet each row of weights while it is in the first-level cache; more of
+them meet a tile of rows in a scratch buffer that all layers share, by an ordinary matmul. Compiled
+kernels unpack where numba is installed; elsewhere each format unpacks in plain torch.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from headrace.engine.quant.native import Kernel, kernel
+
+_FEW = 4
+"""Rows of activations up to which rows of weights are multiplied one by one."""
+_TILE_FLOATS = 1 << 19  # 2 MiB: what a core's second-level cache holds
+_BLOCK = 256  # a row is unpacked in whole blocks, none of them longer
+
+
+class PackedMatrix(Protocol):
+    """[out_features, in_features], packed along rows."""
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def kernel(self) -> tuple[str, str]:
+        """Module and prefix of the compiled `fill` and `few`."""
+        ...
+
+    def fields(self) -> Sequence[int]:
+        """What the kernels read: addresses and sizes, at most 10."""
+        ...
+
+    def unpack(self, first: int, last: int) -> Tensor:
+        """Rows [first, last) as float32 [last - first, in_features], in plain torch."""
+        ...
+
+
+def multiply(matrix: PackedMatrix, bias: Tensor | None, x: Tensor) -> Tensor:
+    """x [rows, in_features] times the transposed matrix plus bias (float32), in x's dtype;
+    computed in float32."""
+    wide = x.float().contiguous()
+    if _compiled(matrix, "fill") is not None and len(wide) <= _FEW:
+        return _multiply_few(matrix, bias, wide).to(x.dtype)
+    y = torch.empty(len(wide), matrix.out_features, device=x.device)
+    step = max(64, _TILE_FLOATS // matrix.in_features // 16 * 16)
+    for first in range(0, matrix.out_features, step):
+        last = min(first + step, matrix.out_features)
+        rows = unpacked(matrix, first, last)
+        y[:, first:last] = wide @ rows.T
+    if bias is not None:
+        y += bias
+    return y.to(x.dtype)
+
+
+def unpacked(matrix: PackedMatrix, first: int, last: int) -> Tensor:
+    """Rows [first, last) as float32; the next call overwrites them."""
+    run = _compiled(matrix, "fill")
+    if run is None:
+        return matrix.unpack(first, last)
+    stride = matrix.in_features + -matrix.in_features % _BLOCK
+    scratch = _scratch((last - first) * stride)
+    fields = _as_array(matrix)
+    run(fields.ctypes.data, first, last - first, scratch.data_ptr(), stride, 16)
+    return scratch[: (last - first) * stride].view(-1, stride)[:, : matrix.in_features]
+
+
+def whole(matrix: PackedMatrix) -> Tensor:
+    """All of it as float32, for tests and for those who ask for float weights."""
+    return matrix.unpack(0, matrix.out_features)
+
+
+def _multiply_few(matrix: PackedMatrix, bias: Tensor | None, x: Tensor) -> Tensor:
+    y = torch.empty(len(x), matrix.out_features)
+    run = _compiled(matrix, "few")
+    assert run is not None
+    stride = matrix.in_features + -matrix.in_features % _BLOCK
+    scratch = _scratch(stride * torch.get_num_threads())
+    fields = _as_array(matrix)
+    run(
+        *(fields.ctypes.data, matrix.out_features, x.data_ptr(), len(x), matrix.in_features),
+        *(y.data_ptr(), 0 if bias is None else bias.data_ptr(), scratch.data_ptr(), stride, 16),
+    )
+    return y
+
+
+def _compiled(matrix: PackedMatrix, loop: str) -> Kernel | None:
+    module, prefix = matrix.kernel
+    return kernel(module, f"{prefix}_{loop}")
+
+
+def _as_array(matrix: PackedMatrix) -> NDArray[np.int64]:
+    return np.array((*matrix.fields(), *[0] * 10)[:10], dtype=np.int64)
+
+
+@functools.cache
+def _buffers() -> list[Tensor]:
+    return [torch.empty(0)]
+
+
+def _scratch(size: int) -> Tensor:
+    """At least `size` floats, the same memory for every layer."""
+    buffers = _buffers()
+    if buffers[0].numel() < size:
+        buffers[0] = torch.empty(size)
+    return buffers[0]

@@ -1,0 +1,241 @@
+"""Typed loads for the compiled kernels of quantized formats, beside those of `layers.cpu_simd`."""
+
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+
+def _pointer_to(kind: Any) -> Any:
+    """Turns an address into a typed pointer for `carray`."""
+
+    @intrinsic
+    def pointer(typing_context: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+        return types.CPointer(kind)(types.int64), codegen
+
+    return pointer
+
+
+bytes_at = _pointer_to(types.uint8)
+signed_bytes_at = _pointer_to(types.int8)
+words_at = _pointer_to(types.int32)
+
+
+@intrinsic
+def float_of(typing_context: Any, pattern: Any) -> Any:
+    """The float32 with these bits (int32)."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic
+def half_at(typing_context: Any, address: Any) -> Any:
+    """The float16 at an address, as float32."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        value = builder.load(builder.inttoptr(args[0], ir.HalfType().as_pointer()))
+        value.align = 1
+        return builder.fpext(value, ir.FloatType())
+
+    return types.float32(types.int64), codegen
+
+
+@intrinsic
+def bfloat_at(typing_context: Any, address: Any) -> Any:
+    """The bfloat16 at an address, as float32."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        value = builder.load(builder.inttoptr(args[0], ir.IntType(16).as_pointer()))
+        value.align = 1
+        wide = builder.zext(value, ir.IntType(32))
+        return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, 16)), ir.FloatType())
+
+    return types.float32(types.int64), codegen
+
+
+LANES = 16
+_I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_BYTES, _INTS = ir.VectorType(_I8, LANES), ir.VectorType(_I32, LANES)
+_VECTOR = ir.VectorType(_F32, LANES)
+_HAS_PERMUTE = bool(llvm.get_host_cpu_features().get("avx512f", False))
+
+
+def _splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
+    vector = ir.VectorType(scalar.type, LANES)
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
+
+
+def _field(builder: ir.IRBuilder, address: ir.Value, shift: ir.Value, mask: ir.Value) -> ir.Value:
+    """(bytes >> shift) & mask of the 16 bytes at an address, as 16 integers of 32 bits."""
+    loaded = builder.load(builder.inttoptr(address, _BYTES.as_pointer()))
+    loaded.align = 1
+    wide = builder.zext(loaded, _INTS)
+    wide = builder.lshr(wide, _splat(builder, builder.trunc(shift, _I32)))
+    return builder.and_(wide, _splat(builder, builder.trunc(mask, _I32)))
+
+
+def _store_affine(
+    builder: ir.IRBuilder, values: ir.Value, out: ir.Value, zero: Any, scale: Any, add: Any
+) -> None:
+    """out[:16] = (values - zero) * scale + add, the last step as one fused operation."""
+    shifted = builder.fsub(values, _splat(builder, zero))
+    signature = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, signature, f"llvm.fma.v{LANES}f32")
+    result = builder.call(fma, [shifted, _splat(builder, scale), _splat(builder, add)])
+    builder.store(result, builder.inttoptr(out, _VECTOR.as_pointer())).align = 4
+
+
+_OUTPUT = (types.int64, types.float32, types.float32, types.float32)
+
+
+@intrinsic
+def decode(
+    typing_context: Any, out: Any, zero: Any, scale: Any, add: Any, low: Any, shift: Any, mask: Any
+) -> Any:
+    """out[:16] = (q - zero) * scale + add with q = (low[:16] >> shift) & mask."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        out, zero, scale, add, low, shift, mask = args
+        values = builder.uitofp(_field(builder, low, shift, mask), _VECTOR)
+        _store_affine(builder, values, out, zero, scale, add)
+        return context.get_dummy_value()
+
+    return types.void(*_OUTPUT, *[types.int64] * 3), codegen
+
+
+@intrinsic
+def decode_two(
+    typing_context: Any,
+    out: Any,
+    zero: Any,
+    scale: Any,
+    add: Any,
+    low: Any,
+    low_shift: Any,
+    low_mask: Any,
+    high: Any,
+    high_shift: Any,
+    high_mask: Any,
+    place: Any,
+) -> Any:
+    """As `decode`, with further bits: ((high[:16] >> high_shift) & high_mask) << place."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        out, zero, scale, add, low, low_shift, low_mask, high, high_shift, high_mask, place = args
+        upper = builder.shl(
+            _field(builder, high, high_shift, high_mask),
+            _splat(builder, builder.trunc(place, _I32)),
+        )
+        joined = builder.or_(_field(builder, low, low_shift, low_mask), upper)
+        _store_affine(builder, builder.uitofp(joined, _VECTOR), out, zero, scale, add)
+        return context.get_dummy_value()
+
+    return types.void(*_OUTPUT, *[types.int64] * 7), codegen
+
+
+@intrinsic
+def decode_bits(
+    typing_context: Any,
+    out: Any,
+    zero: Any,
+    scale: Any,
+    add: Any,
+    low: Any,
+    shift: Any,
+    mask: Any,
+    bits: Any,
+    place: Any,
+) -> Any:
+    """As `decode`, with one further bit a value: bit i of `bits`, moved to `place`."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        out, zero, scale, add, low, shift, mask, bits, place = args
+        lane = ir.Constant(_INTS, list(range(LANES)))
+        word = _splat(builder, builder.trunc(bits, _I32))
+        upper = builder.and_(builder.lshr(word, lane), ir.Constant(_INTS, [1] * LANES))
+        upper = builder.shl(upper, _splat(builder, builder.trunc(place, _I32)))
+        joined = builder.or_(_field(builder, low, shift, mask), upper)
+        _store_affine(builder, builder.uitofp(joined, _VECTOR), out, zero, scale, add)
+        return context.get_dummy_value()
+
+    return types.void(*_OUTPUT, *[types.int64] * 5), codegen
+
+
+@intrinsic
+def decode_pairs(
+    typing_context: Any, out: Any, zero: Any, scale: Any, add: Any, pairs: Any, bits: Any
+) -> Any:
+    """Two bits a value from the word `pairs`, lowest first, and a third from `bits`."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        out, zero, scale, add, pairs, bits = args
+        lane = ir.Constant(_INTS, list(range(LANES)))
+        twice = ir.Constant(_INTS, list(range(0, 2 * LANES, 2)))
+        one, two, three = (ir.Constant(_INTS, [value] * LANES) for value in (1, 2, 3))
+        low = builder.lshr(_splat(builder, builder.trunc(pairs, _I32)), twice)
+        upper = builder.lshr(_splat(builder, builder.trunc(bits, _I32)), lane)
+        joined = builder.or_(builder.and_(low, three), builder.shl(builder.and_(upper, one), two))
+        _store_affine(builder, builder.uitofp(joined, _VECTOR), out, zero, scale, add)
+        return context.get_dummy_value()
+
+    return types.void(*_OUTPUT, *[types.int64] * 2), codegen
+
+
+@intrinsic
+def decode_signed(
+    typing_context: Any, out: Any, zero: Any, scale: Any, add: Any, source: Any
+) -> Any:
+    """out[:16] = (q - zero) * scale + add with q the 16 int8 at `source`."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        out, zero, scale, add, source = args
+        loaded = builder.load(builder.inttoptr(source, _BYTES.as_pointer()))
+        loaded.align = 1
+        values = builder.sitofp(builder.sext(loaded, _INTS), _VECTOR)
+        _store_affine(builder, values, out, zero, scale, add)
+        return context.get_dummy_value()
+
+    return types.void(*_OUTPUT, types.int64), codegen
+
+
+@intrinsic
+def decode_table(
+    typing_context: Any, out: Any, scale: Any, table: Any, low: Any, shift: Any
+) -> Any:
+    """out[:16] = table[(low[:16] >> shift) & 15] * scale, of a table of 16 floats."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        out, scale, table, low, shift = args
+        index = _field(builder, low, shift, ir.Constant(_I64, 15))
+        if _HAS_PERMUTE:
+            entries = builder.load(builder.inttoptr(table, _VECTOR.as_pointer()))
+            entries.align = 4
+            function_type = ir.FunctionType(_VECTOR, [_VECTOR, _INTS])
+            permute = cgutils.get_or_insert_function(
+                builder.module, function_type, "llvm.x86.avx512.permvar.sf.512"
+            )
+            values = builder.call(permute, [entries, index])
+        else:
+            values = ir.Constant(_VECTOR, ir.Undefined)
+            pointer = builder.inttoptr(table, _F32.as_pointer())
+            for lane in range(LANES):
+                place = ir.Constant(_I32, lane)
+                entry = builder.gep(pointer, [builder.extract_element(index, place)])
+                values = builder.insert_element(values, builder.load(entry), place)
+        result = builder.fmul(values, _splat(builder, scale))
+        builder.store(result, builder.inttoptr(out, _VECTOR.as_pointer())).align = 4
+        return context.get_dummy_value()
+
+    kinds = (types.int64, types.float32, *[types.int64] * 3)
+    return types.void(*kinds), codegen
