@@ -26,6 +26,7 @@ from headrace.engine.layers.cpu_simd import (
     floats_at,
     integers_at,
     mix_tiles,
+    prefetch,
     score_tiles,
     softmax_step,
 )
@@ -58,6 +59,11 @@ _LOG2_E = 1.4426950408889634
 
 CHUNK = 64
 """Keys that a tile of queries looks at before its softmax moves on."""
+
+PREFETCH_ROWS = 8
+"""Up to so many query rows, keys and values are read faster than the processor fetches them by
+itself, so they are asked for ahead (64 decodes over 201 keys of 3 heads of 64: 2.16 -> 1.3 ms on
+one core)."""
 
 TILE_FIELDS = 6
 """Of a tile of queries: first entry and count in the token list, block table row, first and last
@@ -345,6 +351,8 @@ def paged_attention(args: Any) -> None:
                 base = (block * kv_heads + g) * block_floats
                 key_list[v] = keys_at + 4 * (base + part * LANES)
                 value_list[v] = values_at + 4 * (base + part * LANES * head_dim)
+                if rows <= PREFETCH_ROWS:
+                    prefetch(value_list[v], 4 * LANES * head_dim)
             v = 0
             while v + SCORE_BLOCKS <= vectors:
                 _scores_wide(
@@ -374,6 +382,11 @@ def paged_attention(args: Any) -> None:
                         total = carray(floats_at(local_out + 4 * row * head_dim), (head_dim,))
                         for d in range(head_dim):
                             total[d] *= shrink
+            if rows <= PREFETCH_ROWS and begin + CHUNK < end:
+                for v in range((min(CHUNK, end - begin - CHUNK) + LANES - 1) // LANES):
+                    at = begin + CHUNK + v * LANES
+                    base = (table[at // block_size] * kv_heads + g) * block_floats
+                    prefetch(keys_at + 4 * base, 4 * LANES * head_dim)
             column = 0
             while column + MIX_VECTORS * LANES <= head_dim:
                 _mix_wide(

@@ -125,6 +125,24 @@ def claim(typing_context: Any, address: Any) -> Any:
 
 
 @intrinsic
+def prefetch(typing_context: Any, address: Any, num_bytes: Any) -> Any:
+    """Ask for the cache lines of a range that is read soon."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        pointer = ir.IntType(8).as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        options = [ir.Constant(_I32, value) for value in (0, 2, 1)]  # read, to L2, data
+        lines = builder.sdiv(args[1], ir.Constant(_I64, 64))
+        with cgutils.for_range(builder, lines) as loop:
+            address = _at(builder, args[0], loop.index, 64)
+            builder.call(function, [builder.inttoptr(address, pointer), *options])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
 def floats_at(typing_context: Any, address: Any) -> Any:
     """The address as a pointer to float32, for `carray`."""
 
