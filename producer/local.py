@@ -53,6 +53,7 @@ class LocalWorker:
     say): that raises WorkerFailed at once. One that is killed, or dies while it works, is started
     again after 0.5 s, then 1, 2, 4, 8, ... 30 s, at most `max_failures` times without progress.
     Each process has a name of its own; `on_death` gets the name of one that is surely dead.
+    `folder`, ours alone, is deleted should this process be killed.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class LocalWorker:
         redis_url: str,
         log: Path,
         *,
+        folder: Path | None = None,
         max_failures: int = 6,
         name: str = "local",
         on_restart: Callable[[str], None] = lambda _: None,
@@ -76,6 +78,7 @@ class LocalWorker:
             "PYTHONUNBUFFERED": "1",
         }
         self._log = log
+        self._folder = folder
         self._max_failures = max_failures
         self._on_restart = on_restart
         self._on_death = on_death
@@ -146,5 +149,8 @@ class LocalWorker:
     def _start(self) -> "Popen[bytes]":
         self._starts += 1
         return spawn_guarded(
-            self._options.command(self.name), environment=self._environment, output=self._log
+            self._options.command(self.name),
+            remove=str(self._folder) if self._folder is not None else "",
+            environment=self._environment,
+            output=self._log,
         )

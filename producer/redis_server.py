@@ -32,6 +32,9 @@ _START_SECONDS = 20.0
 # A unix socket's path must fit sockaddr_un (108 bytes on Linux, 104 on macOS).
 _SOCKET_PATH_LIMIT = 100
 
+_PREFIX = "headrace-redis-"
+_OWNER = "owner.pid"
+
 # The two memory knobs keep a queued job with a short prompt near 520 bytes and a finished one near
 # 1,500. `ziplist` is the name that 6.2, 7 and Valkey all accept.
 SETTINGS: Mapping[str, str] = {
@@ -55,6 +58,18 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _remove_orphans(parent: Path) -> None:
+    """Delete the folders of servers that were killed together with their process and its guard."""
+    for note in parent.glob(f"{_PREFIX}*/{_OWNER}"):
+        with contextlib.suppress(OSError, ValueError):
+            if note.stat().st_uid != os.getuid():
+                continue
+            try:
+                os.kill(int(note.read_text()), 0)
+            except ProcessLookupError:
+                shutil.rmtree(note.parent, ignore_errors=True)
 
 
 class PrivateRedis:
@@ -163,7 +178,10 @@ class PrivateRedis:
         parent = Path(tempfile.gettempdir())
         if len(str(parent)) > _SOCKET_PATH_LIMIT - 40 and os.access("/tmp", os.W_OK):
             parent = Path("/tmp")
-        return Path(tempfile.mkdtemp(prefix="headrace-redis-", dir=parent))
+        _remove_orphans(parent)
+        directory = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+        (directory / _OWNER).write_text(str(os.getpid()))
+        return directory
 
     def _write_configuration(self) -> Path:
         directory = self.directory

@@ -6,6 +6,7 @@ worker; decides nothing about a single line.
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -307,12 +308,12 @@ class _Session:
             yield from work
 
         with contextlib.ExitStack() as stack:
-            private, client, logs = self._redis(stack)
+            private, client = self._redis(stack)
             queue = BatchQueue(client, self._ledger.sidecar.job_prefix, self._served.queue)
             pump = Pump(queue, self._ledger, all_work(), max_jobs=self._options.max_jobs)
             progress = Progress(self._total, self._ledger.counts.ended)
             stack.callback(progress.close)
-            worker = self._worker(stack, private, queue, logs, progress)
+            worker = self._worker(stack, private, queue, progress)
             self._totals = pump.totals
             if self._resumed:
                 progress.message(f"going on: {self._resumed} of {self._total} lines have ended")
@@ -326,27 +327,30 @@ class _Session:
                         queue.withdraw(pump.outstanding())
                 progress.update(self._ledger.counts.ended)
 
-    def _redis(self, stack: contextlib.ExitStack) -> tuple[PrivateRedis | None, Client, Path]:
+    def _redis(self, stack: contextlib.ExitStack) -> tuple[PrivateRedis | None, Client]:
         if self._served.client is not None:
-            logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-run-")))
-            return None, self._served.client, logs
+            return None, self._served.client
         private = stack.enter_context(PrivateRedis())
         client = Client(private.url, retry_for=2.0)
         stack.callback(client.close)
-        return private, client, private.directory
+        return private, client
 
     def _worker(
         self,
         stack: contextlib.ExitStack,
         private: PrivateRedis | None,
         queue: BatchQueue,
-        logs: Path,
         progress: Progress,
     ) -> LocalWorker | None:
         if self._served.local is None:
             return None
-        url = private.url if private is not None else self._options.redis_url
-        assert url is not None
+        if private is not None:
+            url, folder = private.url, private.directory
+        else:
+            assert self._options.redis_url is not None
+            url = self._options.redis_url
+            folder = Path(tempfile.mkdtemp(prefix="headrace-run-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
         arguments = ["--queue", self._served.queue]
         if private is not None:
             # Nobody else's worker waits for these leases; should Redis have lost a result with the
@@ -356,7 +360,8 @@ class _Session:
         worker = LocalWorker(
             WorkerOptions(self._served.local, self._served.name, tuple(arguments)),
             url,
-            self._options.worker_log or logs / "worker.log",
+            self._options.worker_log or folder / "worker.log",
+            folder=folder,
             name=f"run-{self._ledger.sidecar.run_id}-{os.getpid()}",
             on_restart=progress.message,
             on_death=queue.lapse,

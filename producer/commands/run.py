@@ -1,5 +1,6 @@
 """`headrace run`: the main job."""
 
+import contextlib
 import sys
 import tempfile
 from pathlib import Path
@@ -66,9 +67,10 @@ def run(ctx: click.Context, /, **given: Any) -> None:
     """
     as_json = given.pop("as_json")
     defaults = options.take_sampling(given)
-    with tempfile.TemporaryDirectory(prefix="headrace-in-") as scratch:
-        source = given.pop("input_file")
+    source = given.pop("input_file")
+    with contextlib.ExitStack() as stack:
         if str(source) == "-":
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-in-"))
             source = _spool(sys.stdin.buffer, Path(scratch))
         try:
             summary = run_file(RunOptions(input=source, defaults=defaults, **given))

@@ -121,6 +121,20 @@ def test_it_ends_when_its_guard_is_killed() -> None:
         parent.wait()
 
 
+def test_what_a_killed_family_left_on_disk_goes_with_the_next_start() -> None:
+    """Parent, guard and server killed at once: nobody is left to delete the folder."""
+    parent, folder, pids = start_in_process("main")
+    os.kill(pids[0], signal.SIGSTOP)
+    for pid in (parent.pid, pids[1], pids[0]):
+        os.kill(pid, signal.SIGKILL)
+    parent.wait()
+    assert wait_until_gone(pids, 5) == []
+    assert folder.exists()
+    with PrivateRedis() as server:
+        assert not folder.exists()
+        assert server.directory.exists()
+
+
 def test_ctrl_c_in_the_terminal_does_not_reach_it() -> None:
     """It runs in a session of its own: the run decides when Redis ends."""
     with PrivateRedis() as server:
