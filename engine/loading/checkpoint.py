@@ -32,7 +32,9 @@ class TensorSource(Protocol):
 class Checkpoint:
     """`num_token_ids`: how many ids the tokenizer knows (embeddings may have padding rows beyond),
     None without a tokenizer. `default_sampling`: generation_config's values under the names of
-    SamplingParams. `fingerprint`: 32 hexadecimal digits of the files' sizes and sampled content."""
+    SamplingParams. `fingerprint`: 32 hexadecimal digits of the files' sizes and sampled content.
+    `quantization`: config.json's quantization_config; `types`: each tensor's, as the file calls it.
+    """
 
     name: str
     config: ModelConfig
@@ -41,6 +43,8 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...] = ()
     default_sampling: dict[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
+    quantization: Mapping[str, Any] | None = None
+    types: Mapping[str, str] = field(default_factory=dict)
 
 
 def check_tensors(

@@ -15,7 +15,7 @@ from headrace.engine.errors import CheckpointError
 from headrace.engine.loading.checkpoint import Checkpoint, fingerprint_files, token_ids
 from headrace.engine.models.registry import read_config
 
-_DTYPES = ("F32", "F16", "BF16")
+_DTYPES = ("F32", "F16", "BF16", "I64", "I32", "I8", "U8", "F8_E4M3")
 _SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -27,6 +27,7 @@ class SafetensorsSource:
         self._files = files
         self._handles = {path: _open(path) for path in sorted(set(files.values()))}
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self.types: dict[str, str] = {}
         for name, path in files.items():
             part = self._handles[path].get_slice(name)
             if part.get_dtype() not in _DTYPES:
@@ -35,6 +36,7 @@ class SafetensorsSource:
                     f" supported: {', '.join(_DTYPES)}"
                 )
             self._shapes[name] = tuple(part.get_shape())
+            self.types[name] = part.get_dtype()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
@@ -49,7 +51,7 @@ def open_folder(path: Path) -> Checkpoint:
     values = _read_json(path / "config.json")
     config = read_config(values)
     generation = _read_optional(path / "generation_config.json")
-    files = _weight_files(path)
+    source = SafetensorsSource(files := _weight_files(path))
     tokenizer_size, tokenizer_eos = _tokenizer_facts(path)
     eos = [
         *token_ids(generation.get("eos_token_id"), "generation_config.json: eos_token_id"),
@@ -59,11 +61,13 @@ def open_folder(path: Path) -> Checkpoint:
     return Checkpoint(
         name=path.name,
         config=config,
-        tensors=SafetensorsSource(files),
+        tensors=source,
         num_token_ids=tokenizer_size,
         eos_token_ids=tuple(dict.fromkeys(eos)),
         default_sampling=_default_sampling(generation),
         fingerprint=fingerprint_files({*files.values(), path / "config.json"}),
+        quantization=values.get("quantization_config") or values.get("compression_config"),
+        types=source.types,
     )
 
 

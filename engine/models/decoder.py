@@ -15,8 +15,9 @@ from headrace.engine.layers.backend import Backend, HeadNorms, LayerKV
 from headrace.engine.layers.linear import Linear
 from headrace.engine.loading.checkpoint import Checkpoint, check_tensors
 from headrace.engine.models.config import ModelConfig
+from headrace.engine.quant.choose import choose_scheme
 from headrace.engine.quant.method import LinearSpec
-from headrace.engine.quant.scheme import Scheme, choose_scheme
+from headrace.engine.quant.scheme import Embedding, Scheme, Table
 
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
@@ -42,7 +43,7 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        embedding: Tensor,
+        embedding: Embedding,
         layers: Sequence[DecoderLayer],
         final_norm: Tensor,
         head: Linear,
@@ -67,7 +68,7 @@ class Decoder:
         The last layer computes keys and values for all tokens, the rest only for `output_rows`.
         """
         backend, eps = self._backend, self.config.rms_norm_eps
-        x = self._embedding[token_ids]
+        x = self._embedding(token_ids)
         normed = backend.rms_norm(x, self._layers[0].input_norm, eps)
         last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
@@ -83,7 +84,7 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [rows, vocab_size] of normed hidden states."""
-        return self._head(hidden).float()
+        return self._head(hidden)[:, : self.vocab_size].float()
 
 
 def load_decoder(
@@ -98,10 +99,12 @@ def load_decoder(
     `quantization`: a scheme's name, None for the checkpoint's own.
     """
     config = checkpoint.config
-    specs = [_layer_specs(config, index) for index in range(config.num_layers)]
-    scheme = choose_scheme(checkpoint, quantization, [spec for layer in specs for spec in layer])
+    specs, stored_head = layer_specs(config), head_spec(config)
+    scheme = choose_scheme(
+        *(checkpoint, quantization, [spec for layer in specs for spec in layer], stored_head)
+    )
     source = scheme.source
-    _check(config, scheme, specs)
+    _check(config, scheme, specs, stored_head)
 
     def vector(name: str) -> Tensor:
         return source.load(name).to(device, dtype)
@@ -130,16 +133,21 @@ def load_decoder(
                 window=config.sliding_windows[index],
             )
         )
-    embedding = vector(_EMBEDDING)
     vocab_size = min(config.vocab_size, checkpoint.num_token_ids or config.vocab_size)
-    head_weight = embedding if config.tie_word_embeddings else source.load(f"{_HEAD}.weight")
-    head = Linear.load(
-        scheme.head,
-        LinearSpec((_HEAD,), config.hidden_size, (vocab_size,)),
-        _Given({f"{_HEAD}.weight": head_weight[:vocab_size]}),
-        dtype,
-        device,
-    )
+    embedding = scheme.embed(_EMBEDDING, dtype, device)
+    if scheme.stored_head:
+        head = linear(stored_head)
+    else:
+        if config.tie_word_embeddings and isinstance(embedding, Table):
+            weight = embedding.weight
+        else:
+            weight = source.load(f"{stored_head.parts[0]}.weight")
+        head = Linear.load(
+            scheme.head,
+            LinearSpec((_HEAD,), config.hidden_size, (vocab_size,)),
+            _Given({f"{_HEAD}.weight": weight[:vocab_size]}),
+            *(dtype, device),
+        )
     return Decoder(
         *(config, embedding, layers, vector(_FINAL_NORM), head, vocab_size, backend, scheme.name)
     )
@@ -156,6 +164,17 @@ class _Given:
 
     def load(self, name: str) -> Tensor:
         return self.tensors[name]
+
+
+def layer_specs(config: ModelConfig) -> list[tuple[LinearSpec, ...]]:
+    """The linear layers as they run: qkv, output, gate-up and down of each decoder layer."""
+    return [_layer_specs(config, index) for index in range(config.num_layers)]
+
+
+def head_spec(config: ModelConfig) -> LinearSpec:
+    """The head as the checkpoint stores it: a tied one is the embedding."""
+    part = _EMBEDDING.removesuffix(".weight") if config.tie_word_embeddings else _HEAD
+    return LinearSpec((part,), config.hidden_size, (config.vocab_size,))
 
 
 def _layer_specs(config: ModelConfig, index: int) -> tuple[LinearSpec, ...]:
@@ -178,14 +197,18 @@ def _layer_specs(config: ModelConfig, index: int) -> tuple[LinearSpec, ...]:
     )
 
 
-def _check(config: ModelConfig, scheme: Scheme, specs: Sequence[tuple[LinearSpec, ...]]) -> None:
+def _check(
+    config: ModelConfig,
+    scheme: Scheme,
+    specs: Sequence[tuple[LinearSpec, ...]],
+    head: LinearSpec,
+) -> None:
     expected: dict[str, tuple[int, ...]] = {
         _EMBEDDING: (config.vocab_size, config.hidden_size),
         _FINAL_NORM: (config.hidden_size,),
     }
     ignored = {f"{_HEAD}.weight"}  # a tied head may be stored once more
-    if not config.tie_word_embeddings:
-        expected[f"{_HEAD}.weight"] = (config.vocab_size, config.hidden_size)
+    expected.update(scheme.method_for(head).tensor_shapes(head))
     for index, layer in enumerate(specs):
         prefix = f"model.layers.{index}."
         expected[prefix + "input_layernorm.weight"] = (config.hidden_size,)

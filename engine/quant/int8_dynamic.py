@@ -103,7 +103,8 @@ def quantize_tokens(x: Tensor, levels: float = 127.0) -> tuple[Tensor, Tensor]:
         return quantized, scales
     peak = x.abs().amax(dim=1)
     peak = torch.where(peak.isfinite(), peak, torch.nan)
-    inverse = torch.where(peak < 1e-30, 0.0, levels / peak).nan_to_num(0.0)
+    # (A Python number over a tensor would be a reciprocal and a product, rounded twice.)
+    inverse = torch.where(peak < 1e-30, 0.0, torch.full_like(peak, levels) / peak).nan_to_num(0.0)
     steps = (x.nan_to_num(0.0, 0.0, 0.0) * inverse[:, None]).round()
     return (steps + _ZERO_POINT).clamp(max=255).to(torch.uint8), peak / levels
 

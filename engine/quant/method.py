@@ -55,6 +55,9 @@ class QuantMethod(Protocol[WeightsT]):
         ...
 
 
+AnyMethod = QuantMethod[Any]
+
+
 def stacked_bias(
     spec: LinearSpec, source: TensorSource, dtype: torch.dtype, device: torch.device
 ) -> Tensor | None:

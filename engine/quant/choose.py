@@ -1,0 +1,75 @@
+"""Which scheme a checkpoint gets: as it is stored, or as the operator asked for."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from headrace.engine.errors import EngineError
+from headrace.engine.loading.checkpoint import Checkpoint
+from headrace.engine.quant import stored as stored_formats
+from headrace.engine.quant.int8 import Int8
+from headrace.engine.quant.int8_dynamic import Int8Dynamic
+from headrace.engine.quant.integer import GROUPS, Integer
+from headrace.engine.quant.method import AnyMethod, LinearSpec
+from headrace.engine.quant.scheme import FloatSource, Scheme
+from headrace.engine.quant.unquantized import Unquantized
+
+FLOAT = "float"
+"""Asks for weights in the model's float type, whatever the checkpoint stores."""
+
+HEAD_SUFFIX = "+head"
+"""Behind a scheme's name: the head is quantized too (embeddings and norms never are)."""
+
+_GROUPED = re.compile(r"int([34])(?:-g(\d+))?(-sym|-asym)?")
+
+
+def choose_scheme(
+    checkpoint: Checkpoint, asked: str | None, layers: Sequence[LinearSpec], head: LinearSpec
+) -> Scheme:
+    """The scheme for a checkpoint whose linear layers are `layers` and `head`.
+
+    CheckpointError: what is stored cannot be read; EngineError: `asked` is unknown or is not what
+    the checkpoint holds.
+    """
+    stored = stored_formats.stored_scheme(checkpoint, layers, head)
+    if asked is None:
+        return stored
+    name, with_head = asked.strip().lower(), False
+    if name.endswith(HEAD_SUFFIX):
+        name, with_head = name.removesuffix(HEAD_SUFFIX), True
+    if name == stored.name and not with_head:
+        return stored
+    if name in stored_formats.NAMES:
+        held = "plain floats" if stored.name == "none" else stored.name
+        raise EngineError(
+            f"quantization {name!r} is not what {checkpoint.name} holds ({held}); leave the option"
+            f" out, or choose what is made at load: {', '.join(LOAD_TIME)}"
+        )
+    method = Unquantized() if name in (FLOAT, "none") else load_time_method(name)
+    source = FloatSource(stored, [*layers, head]) if stored.name != "none" else stored.source
+    scheme = Scheme("none" if name == FLOAT else name, source, lambda spec: method)
+    if with_head:
+        return replace(scheme, name=name + HEAD_SUFFIX, head=method)
+    return scheme
+
+
+LOAD_TIME = ("int8", "int8-dynamic", "int4-g64", "int4-g64-sym", "int3-g64", FLOAT)
+"""Names to show: groups may be 32, 64 or 128."""
+
+
+def load_time_method(name: str) -> AnyMethod:
+    """What quantizes float weights at load under this name."""
+    if name == "int8":
+        return Int8()
+    if name == "int8-dynamic":
+        return Int8Dynamic()
+    grouped = _GROUPED.fullmatch(name)
+    if grouped:
+        group = int(grouped[2] or 128)
+        if group not in GROUPS:
+            raise EngineError(f"quantization {name!r}: groups of {group} are not run (32, 64, 128)")
+        return Integer(int(grouped[1]), group, symmetric=grouped[3] == "-sym")
+    raise EngineError(
+        f"quantization {name!r} is not supported; at load: {', '.join(LOAD_TIME)}"
+        f" (each also with {HEAD_SUFFIX}); in a checkpoint: {', '.join(stored_formats.NAMES)}"
+    )

@@ -1,0 +1,127 @@
+"""What a checkpoint's quantization_config says, as a scheme: one function a format.
+
+Which layers are quantized is read from the tensors that are there: a layer that is stored as plain
+floats runs as such, whatever lists of exceptions a config has.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from headrace.engine.errors import CheckpointError
+from headrace.engine.loading.checkpoint import Checkpoint
+from headrace.engine.quant import awq, gptq
+from headrace.engine.quant.method import AnyMethod, LinearSpec
+from headrace.engine.quant.parts import Parts
+from headrace.engine.quant.scheme import MethodFor, Scheme
+from headrace.engine.quant.unquantized import Unquantized
+
+FLOAT_TYPES = ("F32", "F16", "BF16")
+_SAMPLED_LAYERS = 8
+
+
+def stored_scheme(checkpoint: Checkpoint, layers: Sequence[LinearSpec], head: LinearSpec) -> Scheme:
+    """The scheme that the checkpoint holds; `none` for plain floats."""
+    values = checkpoint.quantization
+    if values is None:
+        _check_floats(checkpoint, checkpoint.types)
+        return Scheme("none", checkpoint.tensors)
+    name = str(values.get("quant_method") or values.get("method") or "unnamed").lower()
+    make = _FORMATS.get(name)
+    if make is None:
+        raise CheckpointError(
+            f"config: quantization method {name!r} is not supported; supported: {', '.join(NAMES)}"
+        )
+    every = [*layers, head]
+    method_of, ignored = make(checkpoint, every)
+    parts = {part for layer in every for part in layer.parts}
+    _check_floats(
+        checkpoint,
+        [key for key in checkpoint.types if key.rpartition(".")[0] not in parts and ".norm" in key],
+    )
+    return Scheme(
+        name,
+        checkpoint.tensors,
+        _by_part(method_of),
+        stored_head=not isinstance(method_of(head), Unquantized),
+        ignored=ignored,
+    )
+
+
+MethodOf = Callable[[LinearSpec], AnyMethod]
+"""The method of a layer of one part."""
+
+
+def _by_part(method_of: MethodOf) -> MethodFor:
+    """Fused layers get one method when their parts agree on it (the same object), else one each."""
+
+    def method_for(spec: LinearSpec) -> AnyMethod:
+        methods = [method_of(spec.part(index)) for index in range(len(spec.parts))]
+        if all(method is methods[0] for method in methods[1:]):
+            return methods[0]
+        return Parts(methods)
+
+    return method_for
+
+
+def _gptq(checkpoint: Checkpoint, layers: Sequence[LinearSpec]) -> tuple[MethodOf, Sequence[str]]:
+    config = gptq.read_config(checkpoint.quantization or {})
+    settings = {
+        part: config.of(part)
+        for layer in layers
+        for part in layer.parts
+        if f"{part}.qweight" in checkpoint.types
+    }
+    known = {part: found for part, found in settings.items() if found is not None}
+    source = checkpoint.tensors
+    shapes = source.shapes()
+    complete = {
+        part: found
+        for part, found in known.items()
+        if all(f"{part}.{kind}" in shapes for kind in ("qzeros", "scales", "g_idx"))
+    }
+    step = max(1, len(complete) // _SAMPLED_LAYERS)
+    samples = dict(list(complete.items())[::step])
+    version = gptq.zero_point_version(samples, source, config.version) if samples else 1
+    methods = {(found.bits, found.group): gptq.GPTQ(found, version) for found in known.values()}
+    floats = Unquantized()
+    default = gptq.GPTQ(config, version)
+
+    def method_of(spec: LinearSpec) -> AnyMethod:
+        part = spec.parts[0]
+        if f"{part}.weight" in shapes and f"{part}.qweight" not in shapes:
+            return floats
+        found = known.get(part)
+        return default if found is None else methods[found.bits, found.group]
+
+    return method_of, ()
+
+
+def _awq(checkpoint: Checkpoint, layers: Sequence[LinearSpec]) -> tuple[MethodOf, Sequence[str]]:
+    method, floats = awq.AWQ(awq.read_config(checkpoint.quantization or {})), Unquantized()
+    shapes = checkpoint.tensors.shapes()
+
+    def method_of(spec: LinearSpec) -> AnyMethod:
+        part = spec.parts[0]
+        plain = f"{part}.weight" in shapes and f"{part}.qweight" not in shapes
+        return floats if plain else method
+
+    return method_of, ()
+
+
+_FORMATS: dict[str, Callable[..., tuple[MethodOf, Sequence[str]]]] = {
+    "gptq": _gptq,
+    "awq": _awq,
+}
+NAMES = (*_FORMATS,)
+"""Names of formats that come with a checkpoint."""
+
+
+def _check_floats(checkpoint: Checkpoint, names: Any) -> None:
+    for name in names:
+        kind = checkpoint.types[name]
+        if kind not in FLOAT_TYPES:
+            raise CheckpointError(
+                f"{checkpoint.name}: {name} has dtype {kind}, where floats"
+                f" ({', '.join(FLOAT_TYPES)}) are needed; config.json has no quantization_config"
+                " that says how to read it"
+            )
