@@ -21,7 +21,7 @@ SPEED = 20.0
 
 @dataclass
 class Pod:
-    """One worker process. `stopped_at` None: not told to stop."""
+    """One worker process. `stopped_at` None: not told to stop. `killed`: by the test."""
 
     worker: WorkerProcess
     number: int
@@ -29,10 +29,16 @@ class Pod:
     ready_at: float | None = None
     stopped_at: float | None = None
     busy_when_stopped: int = 0
+    killed: bool = False
 
     @property
     def alive(self) -> bool:
         return self.worker.process.poll() is None
+
+    def kill(self) -> None:
+        """As when the machine is taken without notice."""
+        self.killed = True
+        self.worker.kill()
 
     def see(self, now: float) -> None:
         """The readiness probe."""
@@ -67,6 +73,9 @@ class Deployment:
 
     def reconcile(self) -> None:
         now = self.clock()
+        for pod in self.pods:
+            if not pod.alive and pod.stopped_at is None and not pod.killed:
+                raise AssertionError(f"worker {pod.number} ended: {pod.worker.log.read_text()}")
         self.pods = [pod for pod in self.pods if pod.alive]
         counted = self.counted()
         for _ in range(self.spec - len(counted)):
@@ -81,6 +90,14 @@ class Deployment:
             pod.busy_when_stopped = pod.jobs()
             pod.stopped_at = now
             pod.worker.signal(signal.SIGTERM)
+
+    def await_ready(self, wall_seconds: float = 120.0) -> None:
+        """As if somebody had set the count by hand: until all of them serve."""
+        end = time.monotonic() + wall_seconds
+        while self.scale().ready < self.spec:
+            assert time.monotonic() < end, f"not ready after {wall_seconds} s"
+            self.reconcile()
+            time.sleep(0.05)
 
     def counted(self) -> list[Pod]:
         """status.replicas: terminating pods are not in it."""
@@ -113,7 +130,8 @@ class Seen:
 
 
 class ClosedLoop:
-    """Turns the controller's loops at their own periods until `done` says so."""
+    """Turns the controller's loops at their own periods until `done` says so. `metric` is a sample
+    of the exporter, with its labels as they are written there."""
 
     def __init__(
         self,
@@ -128,7 +146,8 @@ class ClosedLoop:
         self.seen: list[Seen] = []
         self.changes: list[tuple[float, int]] = []
         self.replica_s = 0.0
-        self._exporter, self._queue, self._metric = exporter, queue, metric
+        self.metric = metric
+        self._exporter, self._queue = exporter, queue
         self._loops = list(controller.loops())
         self._next = [0.0] * len(self._loops)
         self._turns = [0] * len(self._loops)
@@ -139,7 +158,8 @@ class ClosedLoop:
     def read(self) -> tuple[float | None, dict[str, float]]:
         try:
             status, text = get(f"http://{self._exporter}/metrics")
-            value = sample(text, self._metric, f'{{queue="{self._queue}"}}')
+            name, brace, labels = self.metric.partition("{")
+            value = sample(text, name, brace + labels)
         except (OSError, AssertionError):
             return None, {}
         if status != 200:
@@ -159,6 +179,7 @@ class ClosedLoop:
     def run(self, done: Callable[["ClosedLoop"], bool], wall_seconds: float = 300.0) -> None:
         end = time.monotonic() + wall_seconds
         last = self.now()
+        self._turns = [int(last / loop.period_s) for loop in self._loops]
         while not done(self):
             assert time.monotonic() < end, f"not done after {wall_seconds} s: {self.changes}"
             now = self.now()

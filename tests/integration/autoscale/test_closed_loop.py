@@ -4,7 +4,6 @@ HEADRACE_PLOTS names a folder in which the loop is drawn beside its simulation.
 """
 
 import os
-import signal
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +29,8 @@ JOBS = 48
 TARGET = 24
 TOKENS = 450
 PROMPT = [7, 8, 9]
+OUTSTANDING = 'headrace_queue_outstanding_jobs{queue="tiny"}'
+PENDING = 'headrace_queue_jobs{queue="tiny",state="queued"}'
 VALUES = {
     "workers": [{"name": "tiny", "model": "/models/tiny", "target": TARGET}],
     "workerDefaults": {
@@ -78,7 +79,7 @@ def loop_on(
     exporter: ExporterProcess,
     deployment: Start,
     values: dict = VALUES,
-    metric: str = "headrace_queue_outstanding_jobs",
+    metric: str = OUTSTANDING,
 ) -> ClosedLoop:
     (scaled,) = kind(render(values), "ScaledObject")
     return ClosedLoop(deployment, keda_controller(scaled), exporter.target, QUEUE, metric)
@@ -222,32 +223,44 @@ def beside(loop: ClosedLoop, predicted: Outcome, ratio: float) -> str:
     return "\n".join(lines)
 
 
-def test_a_scaler_that_takes_busy_workers_and_a_crash_lose_nothing(
+def test_a_scaler_on_pending_jobs_takes_busy_workers_and_still_nothing_is_lost(
     exporter: ExporterProcess, deployment: Start, client: Client
 ) -> None:
-    """A bad target and no patience: as jobs of unequal length end, it takes workers that hold the
-    others. One more dies without a word. Every job is answered once and whole, and the states add
-    up at every reading."""
-    lengths = submit(client, [200 + 65 * (7 * i % 20) for i in range(20)])
-    behavior = {"scaleDown": {"periodSeconds": 1, "stabilizationSeconds": 0}}
-    target = {"name": "tiny", "model": "/models/tiny", "target": 9}
-    values = {**VALUES, "workers": [target], "autoscaling": {"behavior": behavior}}
-    loop = loop_on(exporter, deployment, values)
+    """Two workers hold all of 16 jobs, so that none is pending: the wrong metric reads 0, and KEDA
+    takes both away in one step. The query is put right, new workers go on, and one of them dies
+    without a word. Every job is answered once and whole; the states add up at every reading."""
+    entry = {"name": "tiny", "model": "/models/tiny", "target": 8, "coldStartSeconds": 30}
+    values = {
+        **VALUES,
+        "workers": [{**entry, "onDemand": {"maxReplicas": 2}}],
+        "autoscaling": {
+            "keda": {"cooldownPeriod": 60},
+            "behavior": {"scaleDown": {"periodSeconds": 1, "stabilizationSeconds": 0}},
+        },
+    }
+    loop = loop_on(exporter, deployment, values, PENDING)
+    loop.deployment.spec = 2
+    loop.deployment.await_ready()
+    lengths = submit(client, [400 + 20 * (7 * i % 16) for i in range(16)])
     killed: list[int] = []
 
     def watch(loop: ClosedLoop) -> bool:
-        busy = [p for p in loop.deployment.counted() if p.ready_at is not None and p.jobs() > 0]
-        if not killed and len(busy) >= 2:
-            killed.append(busy[0].number)
-            busy[0].worker.kill()
-        return at_rest(loop)
+        if any(pod.busy_when_stopped for pod in loop.deployment.history):
+            loop.metric = OUTSTANDING
+        if loop.metric == OUTSTANDING and not killed:
+            for pod in loop.deployment.counted():
+                if pod.jobs():
+                    killed.append(pod.number)
+                    pod.kill()
+                    break
+        return bool(killed) and at_rest(loop)
 
     loop.run(watch)
+    assert any(pod.busy_when_stopped for pod in loop.deployment.history[:2])
     assert killed
-    stopped = [p for p in loop.deployment.history if p.stopped_at is not None]
-    assert any(pod.busy_when_stopped for pod in stopped), "no busy worker was taken: no proof"
-    for pod in stopped:
-        assert pod.worker.exit_status() in (0, -signal.SIGKILL)
+    for pod in loop.deployment.history:
+        if pod.stopped_at is not None:
+            assert pod.worker.exit_status() == 0, pod.worker.log.read_text()
     assert_depth_is_conserved(loop, len(lengths))
     assert_all_answered(client, lengths)
 
@@ -262,7 +275,7 @@ def test_required_replicas_do_not_cascade_while_workers_load(
     told += ["--acceptable-wait=300", "--max-replicas=6"]
     exporter = ExporterProcess(redis_url, tmp_path / "exporter.log", "exporter", *told)
     values = {**VALUES, "autoscaling": {"metric": "replicas"}}
-    loop = loop_on(exporter, deployment, values, "headrace_queue_replicas_required")
+    loop = loop_on(exporter, deployment, values, 'headrace_queue_replicas_required{queue="tiny"}')
     try:
         loop.run(lambda loop: any(s.ready for s in loop.seen))
     finally:
