@@ -173,6 +173,8 @@ def compile_all(keep: Callable[[str], bool], jobs: int) -> list[Row]:
         if keep(case.name)
     ]
     rows: set[Row] = set()
+    if jobs == 1:
+        return sorted({row for numbers in work for row in _compile_numbered(numbers)})
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         for done, found in enumerate(pool.map(_compile_numbered, work), 1):
             rows.update(found)
@@ -184,7 +186,8 @@ def compile_all(keep: Callable[[str], bool], jobs: int) -> list[Row]:
 def main() -> int:
     """Command line; returns the exit status."""
     parser = argparse.ArgumentParser(description="Compile every kernel without a GPU.")
-    parser.add_argument("--write", action="store_true", help="write data/aot.tsv anew")
+    parser.add_argument("--write", action="store_true", help="write the table anew")
+    parser.add_argument("--table", type=Path, default=TABLE, help="another table")
     parser.add_argument("--only", default="", help="only cases whose name contains this")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
@@ -202,10 +205,10 @@ def main() -> int:
         return 1
     lines = [row.line() for row in rows]
     if options.write:
-        TABLE.parent.mkdir(exist_ok=True)
-        TABLE.write_text("\n".join([header, COLUMNS, *lines]) + "\n")
+        options.table.parent.mkdir(exist_ok=True)
+        options.table.write_text("\n".join([header, COLUMNS, *lines]) + "\n")
         return 0
-    known = TABLE.read_text().splitlines()
+    known = options.table.read_text().splitlines()
     if known[0] != header:
         print(f"not compared: the table was made by {known[0][2:]}")
         return 0

@@ -118,7 +118,7 @@ def _count_kernel(
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = i < n
-    slot = tl.load(slots_ptr + i, mask=live, other=0)
+    slot = tl.load(slots_ptr + i, mask=live, other=0).to(tl.int64)
     token = tl.load(tokens_ptr + i, mask=live, other=0)
     cells = counts_ptr + slot * counts_stride + token
     if IN_PROMPT:
