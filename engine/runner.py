@@ -191,9 +191,14 @@ def load_runner(config: EngineConfig) -> ModelRunner:
             f"max_model_len {max_model_len} is beyond the {_longest(model)} positions that the"
             " model supports"
         )
+    weight_dtype = dtype
     with torch.inference_mode():
         backend = choose_backend(config, model, max_model_len, dtype, device)
-        decoder = load_decoder(checkpoint, backend, dtype, device, config.quantization)
+        # The CPU's kernels compute in float32; 16-bit weights stay 16 bits wide in the matmuls.
+        dtype = backend.dtype
+        decoder = load_decoder(
+            checkpoint, backend, dtype, device, config.quantization, weight_dtype
+        )
         cache = allocate(config, model, backend, dtype, device)
     capacity = cache.num_blocks * cache.block_size
     if capacity < max_model_len:
@@ -203,7 +208,7 @@ def load_runner(config: EngineConfig) -> ModelRunner:
                 " raise kv_cache_memory_bytes or lower max_model_len"
             )
         max_model_len = capacity
-    return ModelRunner(config, checkpoint, decoder, backend, cache, max_model_len, dtype)
+    return ModelRunner(config, checkpoint, decoder, backend, cache, max_model_len, weight_dtype)
 
 
 def choose_backend(
@@ -221,7 +226,7 @@ def choose_backend(
         except ImportError:
             logger.warning("numba is missing: attention runs in plain torch, which is slower")
         else:
-            if CpuBackend.serves(model, config.block_size, dtype):
+            if CpuBackend.serves(model, config.block_size):
                 return CpuBackend(model, max_model_len)
     return TorchBackend(model, max_model_len, dtype, device)
 

@@ -68,9 +68,11 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 class Backend(Protocol):
-    """`plan` is whatever `prepare` made of a step's metadata; it serves all layers of that step."""
+    """`plan` is whatever `prepare` made of a step's metadata; it serves all layers of that step.
+    `dtype`: of the activations it computes with."""
 
     name: str
+    dtype: torch.dtype
 
     def allocate_kv(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype

@@ -51,6 +51,7 @@ class CpuPlan:
 
 class CpuBackend:
     name = "cpu"
+    dtype = torch.float32
 
     def __init__(self, config: ModelConfig, max_model_len: int) -> None:
         cos, sin = rope_table(config.rope, config.head_dim, max_model_len)
@@ -67,9 +68,9 @@ class CpuBackend:
         self._counter = self._counters.ctypes.data
 
     @staticmethod
-    def serves(config: ModelConfig, block_size: int, dtype: torch.dtype) -> bool:
-        """Whether the kernels take these shapes: float32, heads and blocks of whole vectors."""
-        return dtype == torch.float32 and config.head_dim % LANES == 0 and block_size % LANES == 0
+    def serves(config: ModelConfig, block_size: int) -> bool:
+        """Whether the kernels take these shapes: heads and blocks of whole vectors."""
+        return config.head_dim % LANES == 0 and block_size % LANES == 0
 
     def allocate_kv(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype

@@ -49,6 +49,7 @@ class TorchBackend:
     def __init__(
         self, config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        self.dtype = dtype
         self._config = config
         self._device = device
         self._scale = config.head_dim**-0.5

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from headrace.engine.layers.backend import Backend, HeadNorms, LayerKV
 from headrace.engine.layers.linear import Linear
-from headrace.engine.loading.checkpoint import Checkpoint, check_tensors
+from headrace.engine.loading.checkpoint import Checkpoint, TensorSource, check_tensors
 from headrace.engine.models.config import ModelConfig
 from headrace.engine.quant.choose import choose_scheme
-from headrace.engine.quant.method import LinearSpec
+from headrace.engine.quant.method import LinearSpec, QuantMethod
 from headrace.engine.quant.scheme import Embedding, Scheme, Table
+from headrace.engine.quant.unquantized import Unquantized
 
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
@@ -93,10 +94,12 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     quantization: str | None = None,
+    weight_dtype: torch.dtype | None = None,
 ) -> Decoder:
     """Read all weights; CheckpointError names tensors that are missing, unexpected or misshapen.
 
-    `quantization`: a scheme's name, None for the checkpoint's own.
+    `quantization`: a scheme's name, None for the checkpoint's own. `weight_dtype`: of linear layers
+    that are not quantized, None: `dtype`, which is that of everything between them.
     """
     config = checkpoint.config
     specs, stored_head = layer_specs(config), head_spec(config)
@@ -110,7 +113,11 @@ def load_decoder(
         return source.load(name).to(device, dtype)
 
     def linear(spec: LinearSpec) -> Linear:
-        return Linear.load(scheme.method_for(spec), spec, source, dtype, device)
+        return load_linear(scheme.method_for(spec), spec, source)
+
+    def load_linear(method: QuantMethod[Any], spec: LinearSpec, source: TensorSource) -> Linear:
+        chosen = (weight_dtype or dtype) if isinstance(method, Unquantized) else dtype
+        return Linear.load(method, spec, source, chosen, device)
 
     layers = []
     for index, (qkv, output, gate_up, down) in enumerate(specs):
@@ -142,11 +149,10 @@ def load_decoder(
             weight = embedding.weight
         else:
             weight = source.load(f"{stored_head.parts[0]}.weight")
-        head = Linear.load(
+        head = load_linear(
             scheme.head,
             LinearSpec((_HEAD,), config.hidden_size, (vocab_size,)),
             _Given({f"{_HEAD}.weight": weight[:vocab_size]}),
-            *(dtype, device),
         )
     return Decoder(
         *(config, embedding, layers, vector(_FINAL_NORM), head, vocab_size, backend, scheme.name)

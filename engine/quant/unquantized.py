@@ -1,4 +1,8 @@
-"""Weights as they are, in the model's dtype; on a CPU packed once for oneDNN's matmul."""
+"""Weights as they are; on a CPU packed once for oneDNN's matmul.
+
+They may be narrower than the activations (bfloat16 beside float32, where the CPU multiplies
+bfloat16): rows are rounded on the way in, and the products come back in the activations' dtype.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,12 +51,14 @@ class Unquantized:
         return PlainWeights(packed, weights.bias, packed=True)
 
     def apply(self, weights: PlainWeights, x: Tensor) -> Tensor:
+        narrow = x.to(weights.weight.dtype)
         if weights.packed:
             y: Tensor = torch.ops.mkldnn._linear_pointwise(
-                x, weights.weight, weights.bias, "none", [], ""
+                narrow, weights.weight, weights.bias, "none", [], ""
             )
-            return y
-        return functional.linear(x, weights.weight, weights.bias)
+        else:
+            y = functional.linear(narrow, weights.weight, weights.bias)
+        return y.to(x.dtype)
 
     def dequantize(self, weights: PlainWeights) -> Tensor:
         return weights.weight.float()
