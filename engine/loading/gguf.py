@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.errors import CheckpointError
@@ -61,14 +62,22 @@ class GGUFSource:
         }
         for tensor in file.tensors.values():
             _check_extent(file, tensor)
+        self.types = {name: _type_of(file, tensor).name for name, tensor in self._tensors.items()}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def load(self, name: str) -> Tensor:
-        tensor = dequantized(self._file, self._tensors[name])
+        return self._reordered(name, dequantized(self._file, self._tensors[name]))
+
+    def packed(self, name: str) -> tuple[str, Tensor]:
+        """The tensor's type and a copy of its blocks, uint8 [rows, bytes a row]."""
+        rows = torch.from_numpy(_bytes_of(self._file, self._tensors[name]).copy())
+        return self.types[name], self._reordered(name, rows.view(self._tensors[name].shape[0], -1))
+
+    def _reordered(self, name: str, rows: Tensor) -> Tensor:
         heads = self._heads.get(name.split(".")[-2]) if self._permuted else None
-        return tensor if heads is None else unpermute(tensor, heads)
+        return rows if heads is None else unpermute(rows, heads)
 
 
 def open_gguf(path: Path) -> Checkpoint:
@@ -81,13 +90,16 @@ def open_gguf(path: Path) -> Checkpoint:
     for key in _EOS_KEYS:
         eos += token_ids(metadata.get(f"tokenizer.ggml.{key}"), f"{path.name}: {key}")
     tokens = metadata.get("tokenizer.ggml.tokens")
+    source = GGUFSource(file, config, permuted=metadata["general.architecture"] == "llama")
     return Checkpoint(
         name=path.stem,
         config=config,
-        tensors=GGUFSource(file, config, permuted=metadata["general.architecture"] == "llama"),
+        tensors=source,
         num_token_ids=None if tokens is None else len(tokens),
         eos_token_ids=tuple(dict.fromkeys(eos)),
         fingerprint=fingerprint_files([path]),
+        quantization={"quant_method": "gguf"},
+        types=source.types,
     )
 
 
@@ -173,8 +185,7 @@ def dequantized(file: GGUFFile, tensor: GGUFTensor) -> Tensor:
     from gguf import quants
 
     kind = _type_of(file, tensor)
-    size = _num_bytes(file, tensor)
-    rows = np.asarray(np.memmap(file.path, mode="r", offset=tensor.offset, shape=(size,)))
+    rows = _bytes_of(file, tensor)
     if kind.name in ("F32", "F16"):
         dtype = np.float32 if kind.name == "F32" else np.float16
         with warnings.catch_warnings():
@@ -183,6 +194,11 @@ def dequantized(file: GGUFFile, tensor: GGUFTensor) -> Tensor:
     byte_shape = quants.quant_shape_to_byte_shape(tensor.shape, kind)
     values = quants.dequantize(rows.reshape(byte_shape), kind)
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).reshape(tensor.shape)
+
+
+def _bytes_of(file: GGUFFile, tensor: GGUFTensor) -> NDArray[np.uint8]:
+    size = _num_bytes(file, tensor)
+    return np.asarray(np.memmap(file.path, mode="r", offset=tensor.offset, shape=(size,)))
 
 
 def unpermute(tensor: Tensor, heads: int) -> Tensor:

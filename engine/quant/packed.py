@@ -6,6 +6,7 @@ kernels unpack where numba is installed; elsewhere each format unpacks in plain 
 """
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.quant.native import Kernel, kernel
+
+logger = logging.getLogger(__name__)
 
 _FEW = 4
 """Rows of activations up to which rows of weights are multiplied one by one."""
@@ -95,7 +98,29 @@ def _multiply_few(matrix: PackedMatrix, bias: Tensor | None, x: Tensor) -> Tenso
 
 def _compiled(matrix: PackedMatrix, loop: str) -> Kernel | None:
     module, prefix = matrix.kernel
-    return kernel(module, f"{prefix}_{loop}")
+    run = kernel(module, f"{prefix}_{loop}")
+    if run is None:
+        return None
+    if matrix.kernel not in _TRUSTED:
+        _TRUSTED[matrix.kernel] = True
+        _TRUSTED[matrix.kernel] = _unpacks_rightly(matrix)
+    return run if _TRUSTED[matrix.kernel] else None
+
+
+_TRUSTED: dict[tuple[str, str], bool] = {}
+
+
+def _unpacks_rightly(matrix: PackedMatrix) -> bool:
+    """Whether this machine's compiled kernel unpacks as plain torch does, tried on one row."""
+    expected = matrix.unpack(0, 1)
+    found = unpacked(matrix, 0, 1)
+    if torch.allclose(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True):
+        return True
+    logger.error(
+        "%s: the compiled kernel unpacks wrongly on this CPU; plain torch is used, which is slower",
+        matrix.kernel[1],
+    )
+    return False
 
 
 def _as_array(matrix: PackedMatrix) -> NDArray[np.int64]:

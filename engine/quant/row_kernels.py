@@ -77,7 +77,7 @@ def loops(row: Any) -> tuple[Any, Any]:
     return fill, few
 
 
-@njit(error_model="numpy")
+@njit(inline="always", error_model="numpy")
 def _scale_at(base: Any, kind: Any, index: Any) -> Any:
     """Entry of an array of float16 (kind 0), bfloat16 (1) or float32 (2)."""
     if kind == 0:
@@ -87,7 +87,7 @@ def _scale_at(base: Any, kind: Any, index: Any) -> Any:
     return carray(floats_at(base + 4 * index), (1,))[0]
 
 
-@njit(error_model="numpy")
+@njit(inline="always", error_model="numpy")
 def _zero_at(base: Any, index: Any, default: Any) -> Any:
     if base == 0:
         return np.float32(default)

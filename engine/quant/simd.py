@@ -38,6 +38,29 @@ def float_of(typing_context: Any, pattern: Any) -> Any:
 
 
 @intrinsic
+def byte_at(typing_context: Any, address: Any) -> Any:
+    """The unsigned byte at an address."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        value = builder.load(builder.inttoptr(args[0], ir.IntType(8).as_pointer()))
+        return builder.zext(value, ir.IntType(64))
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def word_at(typing_context: Any, address: Any) -> Any:
+    """The unsigned 32-bit word at an address."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        value = builder.load(builder.inttoptr(args[0], ir.IntType(32).as_pointer()))
+        value.align = 1
+        return builder.zext(value, ir.IntType(64))
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
 def half_at(typing_context: Any, address: Any) -> Any:
     """The float16 at an address, as float32."""
 

@@ -5,11 +5,13 @@ floats runs as such, whatever lists of exceptions a config has.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from headrace.engine.errors import CheckpointError
 from headrace.engine.loading.checkpoint import Checkpoint
-from headrace.engine.quant import awq, gptq
+from headrace.engine.quant import awq, gguf_blocks, gptq
 from headrace.engine.quant.method import AnyMethod, LinearSpec
 from headrace.engine.quant.parts import Parts
 from headrace.engine.quant.scheme import MethodFor, Scheme
@@ -26,6 +28,8 @@ def stored_scheme(checkpoint: Checkpoint, layers: Sequence[LinearSpec], head: Li
         _check_floats(checkpoint, checkpoint.types)
         return Scheme("none", checkpoint.tensors)
     name = str(values.get("quant_method") or values.get("method") or "unnamed").lower()
+    if name == "gguf":
+        return _gguf(checkpoint)
     make = _FORMATS.get(name)
     if make is None:
         raise CheckpointError(
@@ -108,11 +112,42 @@ def _awq(checkpoint: Checkpoint, layers: Sequence[LinearSpec]) -> tuple[MethodOf
     return method_of, ()
 
 
+def _gguf(checkpoint: Checkpoint) -> Scheme:
+    """Blocks as they are; a file of floats alone is not quantized."""
+    types = checkpoint.types
+    if not any(kind in gguf_blocks.BLOCK_TYPES for kind in types.values()):
+        return Scheme("none", checkpoint.tensors)
+    name = "model.embed_tokens.weight"
+    source = gguf_blocks.SharedRows(cast(gguf_blocks.BlockSource, checkpoint.tensors), name)
+    floats = Unquantized()
+    methods: dict[str, AnyMethod] = {
+        kind: gguf_blocks.Blocks(source) for kind in gguf_blocks.BLOCK_TYPES
+    }
+
+    def method_of(spec: LinearSpec) -> AnyMethod:
+        return methods.get(types.get(f"{spec.parts[0]}.weight", ""), floats)
+
+    def embedding(name: str, dtype: torch.dtype) -> gguf_blocks.BlockTable:
+        kind, data = source.packed(name)
+        columns = checkpoint.config.hidden_size
+        return gguf_blocks.BlockTable(gguf_blocks.BlockMatrix(data, kind, columns), dtype)
+
+    blocks = types.get(name) in gguf_blocks.BLOCK_TYPES
+    head = name if checkpoint.config.tie_word_embeddings else "lm_head.weight"
+    return Scheme(
+        "gguf",
+        source,
+        _by_part(method_of),
+        stored_head=types.get(head) in gguf_blocks.BLOCK_TYPES,
+        embedding=embedding if blocks else None,
+    )
+
+
 _FORMATS: dict[str, Callable[..., tuple[MethodOf, Sequence[str]]]] = {
     "gptq": _gptq,
     "awq": _awq,
 }
-NAMES = (*_FORMATS,)
+NAMES = (*_FORMATS, "gguf")
 """Names of formats that come with a checkpoint."""
 
 
