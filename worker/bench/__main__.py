@@ -1,89 +1,81 @@
-"""`make bench`: our engine, our engine through the queue, and Transformers' static batching.
+"""`headrace bench`, and `make bench`: what this machine does with a model.
 
-One run, the same weights and token ids, in turn; then the queue alone. Writes
-`build/bench/bench.json` and prints Markdown tables.
+By default our engine, our engine through the queue and Transformers' static batches in one run;
+the other modes are a flag each. Every mode prints Markdown and writes JSON to --out.
 """
 
-import platform
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click
-import orjson
 
-from headrace.worker.bench import workloads
-from headrace.worker.bench.compare import System, compare, table
+from headrace.worker.bench import report, workloads
 from headrace.worker.bench.machine import describe_cpu
 
-OUT = Path("build/bench")
 
-
-@click.command()
+@click.command("bench")
 @click.option("--model", default="smollm2-135m-instruct", show_default=True)
+@click.option(
+    "--prompts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Your own requests: JSONL as `headrace run` reads it.",
+)
+@click.option(
+    "--max-tokens",
+    default=128,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Length of answers to --prompts that set none.",
+)
+@click.option("--limit", type=click.IntRange(1), help="The first so many requests only.")
+@click.option("--workload", "names", multiple=True, type=click.Choice(list(workloads.WORKLOADS)))
 @click.option(
     "--dtype", "dtypes", multiple=True, help="May be repeated; default: this machine's fast one."
 )
-@click.option("--workload", "names", multiple=True, type=click.Choice(list(workloads.WORKLOADS)))
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1))
-@click.option("--threads", default=0, help="0: this process's CPU quota.")
-@click.option("--queue-alone/--no-queue-alone", default=True)
+@click.option("--threads", type=click.IntRange(1), help="Default: this process's CPU quota.")
+@click.option(
+    "--out", default=report.OUT, show_default=True, type=click.Path(path_type=Path, file_okay=False)
+)
+@click.option(
+    "--queue-alone/--no-queue-alone",
+    default=None,
+    help="Also the queue by itself; default: unless --prompts is given.",
+)
 def main(
     model: str,
-    dtypes: tuple[str, ...],
+    prompts: Path | None,
+    max_tokens: int,
+    limit: int | None,
     names: tuple[workloads.WorkloadName, ...],
+    dtypes: tuple[str, ...],
     repeats: int,
-    threads: int,
-    queue_alone: bool,
+    threads: int | None,
+    out: Path,
+    queue_alone: bool | None,
 ) -> None:
-    """Measure; see the README for what the columns mean."""
-    from headrace.engine.loading.source import resolve_model
-    from headrace.engine.runner import available_threads, cpu_multiplies_bfloat16
-    from headrace.engine.tokenizer import load_tokenizer
+    """Measure this machine, with your model and your prompts."""
+    from headrace.worker.bench import side_by_side
+    from headrace.worker.bench.compare import table
+    from headrace.worker.bench.subject import load_subject
 
-    fast_dtype = "bfloat16" if cpu_multiplies_bfloat16() else "float32"
-    path = resolve_model(model)
-    tokenizer = load_tokenizer(path)
-    threads = threads or available_threads()
-    click.echo(f"{describe_cpu()}, {threads} threads, Python {platform.python_version()}", err=True)
-    rows = []
-    for name in names or workloads.WORKLOADS:
-        requests = workloads.build(
-            name, lambda text: tokenizer.encode(text, add_special_tokens=False)
-        )
-        workload_path = OUT / f"{name}.jsonl"
-        workloads.write(requests, workload_path)
-        for dtype in dtypes or (fast_dtype,):
-            systems = [
-                System.module("headrace engine", "headrace_engine", dtype),
-                System.module("headrace through the queue", "headrace_queue", dtype),
-            ]
-            if dtype in ("float32", "bfloat16"):
-                systems.append(
-                    System.module("Transformers, batches of 16", "transformers_static", dtype)
-                )
-            measured = compare(
-                systems,
-                model=str(path),
-                workload=name,
-                workload_path=workload_path,
-                threads=threads,
-                repeats=repeats,
-            )
-            rows += [row.summary(measured[0]) for row in measured]
-    OUT.mkdir(parents=True, exist_ok=True)
-    report = {
-        "cpu": describe_cpu(),
-        "threads": threads,
-        "model": model,
-        "at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "rows": rows,
-    }
-    (OUT / "bench.json").write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
+    subject = load_subject(
+        model,
+        dtypes=dtypes,
+        names=names,
+        prompts=prompts,
+        max_tokens=max_tokens,
+        limit=limit,
+        threads=threads,
+    )
+    click.echo(f"{describe_cpu()}, {subject.threads} threads", err=True)
+    rows = side_by_side.run(subject, repeats, out)
+    report.write(out / "bench.json", {"threads": subject.threads, "model": model, "rows": rows})
     click.echo(table(rows))
-    if queue_alone:
-        subprocess.run([sys.executable, "-m", "headrace.worker.bench.queue"], check=True)
+    if queue_alone if queue_alone is not None else prompts is None:
+        command = [sys.executable, "-m", "headrace.worker.bench.queue"]
+        subprocess.run([*command, "--out", str(out / "queue.json")], check=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ border never merges), so the token ids are the same for every system that is han
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -33,23 +33,21 @@ def build(name: WorkloadName, encode: Callable[[str], list[int]]) -> list[BenchR
     `shared`: a 511-token head (with SmolLM2's tokenizer) before user texts of 32 to 256 tokens;
     `unshared`: the user texts alone.
     """
-    data = orjson.loads(DATA.read_bytes())
-    head: list[int] = []
-    if name == "shared":
-        head = (
-            encode(f"<|im_start|>system\n{data['intro']}\n")
-            + encode(data["notes"])
-            + encode("<|im_end|>\n")
-        )
-    tail = encode("<|im_end|>\n<|im_start|>assistant\n")
-    return [
-        BenchRequest(
-            index,
-            head + encode(f"<|im_start|>user\nQuestion {index}: ") + encode(user["text"]) + tail,
-            user["max_tokens"],
-        )
-        for index, user in enumerate(data["users"])
-    ]
+    encoded: dict[str, list[int]] = {}
+    requests = []
+    for index, (parts, max_tokens) in enumerate(_parts(name)):
+        ids: list[int] = []
+        for part in parts:
+            if part not in encoded:
+                encoded[part] = encode(part)
+            ids += encoded[part]
+        requests.append(BenchRequest(index, ids, max_tokens))
+    return requests
+
+
+def texts(name: WorkloadName) -> list[tuple[str, int]]:
+    """The workload as text with its lengths, for a service that tokenizes by itself."""
+    return [("".join(parts), max_tokens) for parts, max_tokens in _parts(name)]
 
 
 def synthesize(
@@ -86,6 +84,18 @@ def write(requests: list[BenchRequest], path: Path) -> None:
     """One JSON object a line, for systems that run in an environment of their own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join(orjson.dumps(asdict(request)) + b"\n" for request in requests))
+
+
+def _parts(name: WorkloadName) -> Iterator[tuple[list[str], int]]:
+    """What is tokenized apart, in order, and the answer's length, for each request."""
+    data = orjson.loads(DATA.read_bytes())
+    head: list[str] = []
+    if name == "shared":
+        head = [f"<|im_start|>system\n{data['intro']}\n", data["notes"], "<|im_end|>\n"]
+    tail = "<|im_end|>\n<|im_start|>assistant\n"
+    for index, user in enumerate(data["users"]):
+        question = f"<|im_start|>user\nQuestion {index}: "
+        yield [*head, question, user["text"], tail], user["max_tokens"]
 
 
 def _text(draw: random.Random, words: list[str], count: int) -> str:

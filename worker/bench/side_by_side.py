@@ -1,0 +1,41 @@
+"""The default benchmark: our engine, our engine through the queue, and Transformers' static
+batches, on the same weights and token ids in one run."""
+
+from pathlib import Path
+from typing import Any
+
+from headrace.worker.bench import workloads
+from headrace.worker.bench.compare import System, compare
+from headrace.worker.bench.subject import Subject
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+def systems(dtype: str) -> list[System]:
+    """What runs in this environment; Transformers has no quantization of ours."""
+    found = [
+        System.module("headrace engine", "headrace_engine", dtype),
+        System.module("headrace through the queue", "headrace_queue", dtype),
+    ]
+    if dtype in FLOATS:
+        found.append(System.module("Transformers, batches of 16", "transformers_static", dtype))
+    return found
+
+
+def run(subject: Subject, repeats: int, out: Path) -> list[dict[str, Any]]:
+    """One row a system, workload and dtype; `exact` counts outputs equal to the engine's own."""
+    rows: list[dict[str, Any]] = []
+    for name, requests in subject.work.items():
+        path = out / f"{name}.jsonl"
+        workloads.write(list(requests), path)
+        for dtype in subject.dtypes:
+            measured = compare(
+                systems(dtype),
+                model=str(subject.path),
+                workload=name,
+                workload_path=path,
+                threads=subject.threads,
+                repeats=repeats,
+            )
+            rows += [row.summary(measured[0]) for row in measured]
+    return rows
