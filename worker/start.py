@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import redis
 
+from headrace.engine.errors import EngineError
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.sequence import FinishReason, Sequence
 from headrace.producer import connection, keys, redis_info
@@ -91,12 +92,17 @@ def _answer(call: Callable[[], Any], config: WorkerConfig) -> Any:
 
 def load_engine(config: WorkerConfig, cold_start: ColdStart) -> ServingEngine:
     """Import, fetch, load: our own engine. Raises CheckpointError or EngineError."""
-    from headrace.engine.engine import Engine
-    from headrace.engine.loading.source import resolve_model
+    try:
+        from headrace.engine.engine import Engine
+        from headrace.engine.loading.source import resolve_model
 
-    # Engine.load would import these; here so that their time is told apart from the weights'.
-    for module in ("headrace.engine.runner", "headrace.engine.tokenizer"):
-        __import__(module)
+        # Engine.load would import these; here so that their time is told apart from the weights'.
+        for module in ("headrace.engine.runner", "headrace.engine.tokenizer"):
+            __import__(module)
+    except ModuleNotFoundError as error:
+        raise EngineError(
+            f"the engine needs the package {error.name}: pip install 'headrace[worker]'"
+        ) from error
     cold_start.record("import", cold_start.since_start())
     with cold_start.phase("download"):
         resolve_model(config.engine.model)
