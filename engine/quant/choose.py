@@ -8,9 +8,11 @@ from dataclasses import replace
 from headrace.engine.errors import EngineError
 from headrace.engine.loading.checkpoint import Checkpoint
 from headrace.engine.quant import stored as stored_formats
+from headrace.engine.quant.bitsandbytes import LoadedCodes
 from headrace.engine.quant.int8 import Int8
 from headrace.engine.quant.int8_dynamic import Int8Dynamic
 from headrace.engine.quant.integer import GROUPS, Integer
+from headrace.engine.quant.llm_int8 import LLMInt8
 from headrace.engine.quant.method import AnyMethod, LinearSpec
 from headrace.engine.quant.scheme import FloatSource, Scheme
 from headrace.engine.quant.unquantized import Unquantized
@@ -21,6 +23,7 @@ FLOAT = "float"
 HEAD_SUFFIX = "+head"
 """Behind a scheme's name: the head is quantized too (embeddings and norms never are)."""
 
+_CODES = re.compile(r"(nf4|fp4)(-double)?")
 _GROUPED = re.compile(r"int([34])(?:-g(\d+))?(-sym|-asym)?")
 
 
@@ -66,7 +69,17 @@ def float_bytes(checkpoint: Checkpoint) -> int:
     return 4 * sum(math.prod(shape) for shape in checkpoint.tensors.shapes().values())
 
 
-LOAD_TIME = ("int8", "int8-dynamic", "int4-g64", "int4-g64-sym", "int3-g64", FLOAT)
+LOAD_TIME = (
+    "int8",
+    "int8-dynamic",
+    "int4-g64",
+    "int4-g64-sym",
+    "int3-g64",
+    "nf4",
+    "nf4-double",
+    "bnb-int8",
+    FLOAT,
+)
 """Names to show: groups may be 32, 64 or 128."""
 
 
@@ -76,6 +89,11 @@ def load_time_method(name: str) -> AnyMethod:
         return Int8()
     if name == "int8-dynamic":
         return Int8Dynamic()
+    if name in ("bnb-int8", "llm.int8"):
+        return LLMInt8()
+    codes = _CODES.fullmatch(name)
+    if codes:
+        return LoadedCodes(codes[1], double=codes[2] is not None)
     grouped = _GROUPED.fullmatch(name)
     if grouped:
         group = int(grouped[2] or 128)

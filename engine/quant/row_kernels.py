@@ -14,12 +14,15 @@ from numba import carray, njit
 from headrace.engine.layers.cpu_simd import claim, floats_at, integers_at
 from headrace.engine.quant.simd import (
     bfloat_at,
+    byte_at,
     bytes_at,
     decode,
+    decode_fp8,
     decode_pairs,
     decode_signed,
     decode_table,
     half_at,
+    round_to_short,
     words_at,
 )
 
@@ -157,14 +160,52 @@ def _int8(f: Any, n: Any, out: Any) -> None:
 
 @njit(error_model="numpy")
 def _code4(f: Any, n: Any, out: Any) -> None:
-    """fields: packed (as _group4), bytes a row, scales (float32), table of 16, chunks of 32 a
-    scale, scales a row."""
+    """fields: packed (as _group4), bytes a row, scales (float32), table of 16, scales a row, chunks
+    of 32 a scale, what products are rounded to (0 float16, 1 bfloat16, 2 nothing)."""
     at = f[0] + n * f[1]
-    for g in range(f[5]):
-        scale = _scale_at(f[2], 2, n * f[5] + g)
-        for c in range(g * f[4], min((g + 1) * f[4], f[1] // 16)):
-            decode_table(out + 128 * c, scale, f[3], at + 16 * c, 0)
-            decode_table(out + 128 * c + 64, scale, f[3], at + 16 * c, 4)
+    for g in range(f[4]):
+        scale = _scale_at(f[2], 2, n * f[4] + g)
+        for c in range(g * f[5], min((g + 1) * f[5], f[1] // 16)):
+            for side in range(2):
+                to = out + 128 * c + 64 * side
+                decode_table(to, scale, f[3], at + 16 * c, 4 * side)
+                round_to_short(to, f[6])
+
+
+@njit(error_model="numpy")
+def _nested4(f: Any, n: Any, out: Any) -> None:
+    """As _code4, with scales in bytes. fields: packed, bytes a row, scales (uint8), table of 16,
+    scales a row, rounding, per part first row and first entry among the scales of scales (int64
+    pairs), those scales of scales (one for 256), per part a table of 256 and an offset (float32),
+    number of parts."""
+    at = f[0] + n * f[1]
+    part = 0
+    starts = carray(integers_at(f[6]), (2 * f[9],))
+    while part + 1 < f[9] and n >= starts[2 * part + 2]:
+        part += 1
+    first_row, first_scale = starts[2 * part], starts[2 * part + 1]
+    table = f[8] + 4 * 257 * part
+    offset = _scale_at(table, 2, 256)
+    for g in range(f[4]):
+        code = byte_at(f[2] + n * f[4] + g)
+        block = first_scale + ((n - first_row) * f[4] + g) // 256
+        scale = _scale_at(table, 2, code) * _scale_at(f[7], 2, block) + offset
+        for c in range(2 * g, 2 * g + 2):
+            for side in range(2):
+                to = out + 128 * c + 64 * side
+                decode_table(to, scale, f[3], at + 16 * c, 4 * side)
+                round_to_short(to, f[5])
+
+
+@njit(error_model="numpy")
+def _fp8(f: Any, n: Any, out: Any) -> None:
+    """fields: values, bytes a row (a multiple of 16), scales, their kind, scales a row, vectors of
+    16 a scale."""
+    at = f[0] + n * f[1]
+    for g in range(f[4]):
+        scale = _scale_at(f[2], f[3], n * f[4] + g)
+        for v in range(g * f[5], min((g + 1) * f[5], f[1] // 16)):
+            decode_fp8(out + 64 * v, scale, at + 16 * v)
 
 
 _group4_fill, _group4_few = loops(_group4)
@@ -173,6 +214,8 @@ _group2_fill, _group2_few = loops(_group2)
 _group8_fill, _group8_few = loops(_group8)
 _int8_fill, _int8_few = loops(_int8)
 _code4_fill, _code4_few = loops(_code4)
+_nested4_fill, _nested4_few = loops(_nested4)
+_fp8_fill, _fp8_few = loops(_fp8)
 
 
 def group4_fill(args: Any) -> None:
@@ -221,3 +264,19 @@ def code4_fill(args: Any) -> None:
 
 def code4_few(args: Any) -> None:
     _code4_few(args)
+
+
+def nested4_fill(args: Any) -> None:
+    _nested4_fill(args)
+
+
+def nested4_few(args: Any) -> None:
+    _nested4_few(args)
+
+
+def fp8_fill(args: Any) -> None:
+    _fp8_fill(args)
+
+
+def fp8_few(args: Any) -> None:
+    _fp8_few(args)

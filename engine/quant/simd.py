@@ -262,3 +262,61 @@ def decode_table(
 
     kinds = (types.int64, types.float32, *[types.int64] * 3)
     return types.void(*kinds), codegen
+
+
+@intrinsic
+def decode_fp8(typing_context: Any, out: Any, scale: Any, source: Any) -> Any:
+    """out[:16] = the 16 float8_e4m3fn at `source`, times scale.
+
+    Their exponent and mantissa, moved to float32's place, are too small by 2^120 (the difference of
+    the biases, 127 - 7), subnormals included. 0x7F is NaN.
+    """
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        def every(value: int) -> ir.Constant:
+            return ir.Constant(_INTS, [value] * LANES)
+
+        out, scale, source = args
+        loaded = builder.load(builder.inttoptr(source, _BYTES.as_pointer()))
+        loaded.align = 1
+        wide = builder.zext(loaded, _INTS)
+        magnitude = builder.and_(wide, every(0x7F))
+        sign = builder.shl(builder.and_(wide, every(0x80)), every(24))
+        pattern = builder.or_(builder.shl(magnitude, every(20)), sign)
+        values = builder.fmul(
+            builder.bitcast(pattern, _VECTOR), ir.Constant(_VECTOR, [2.0**120] * LANES)
+        )
+        nan = ir.Constant(_VECTOR, [float("nan")] * LANES)
+        values = builder.select(builder.icmp_unsigned("==", magnitude, every(0x7F)), nan, values)
+        result = builder.fmul(values, _splat(builder, scale))
+        builder.store(result, builder.inttoptr(out, _VECTOR.as_pointer())).align = 4
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32, types.int64), codegen
+
+
+@intrinsic
+def round_to_short(typing_context: Any, out: Any, kind: Any) -> Any:
+    """out[:16] rounded to float16 (kind 0), to bfloat16 (1) or not at all, halves to even."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        def every(value: int) -> ir.Constant:
+            return ir.Constant(_INTS, [value] * LANES)
+
+        out, kind = args
+        pointer = builder.inttoptr(out, _VECTOR.as_pointer())
+        values = builder.load(pointer)
+        values.align = 4
+        half = builder.fptrunc(values, ir.VectorType(ir.HalfType(), LANES))
+        pattern = builder.bitcast(values, _INTS)
+        odd = builder.and_(builder.lshr(pattern, every(16)), every(1))
+        raised = builder.add(builder.add(pattern, every(0x7FFF)), odd)
+        bfloat = builder.bitcast(builder.and_(raised, every(-65536)), _VECTOR)
+        zero, one = ir.Constant(_I64, 0), ir.Constant(_I64, 1)
+        rounded = builder.select(builder.icmp_unsigned("==", kind, one), bfloat, values)
+        is_half = builder.icmp_unsigned("==", kind, zero)
+        rounded = builder.select(is_half, builder.fpext(half, _VECTOR), rounded)
+        builder.store(rounded, pointer).align = 4
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen

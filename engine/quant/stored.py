@@ -11,10 +11,14 @@ import torch
 
 from headrace.engine.errors import CheckpointError
 from headrace.engine.loading.checkpoint import Checkpoint
-from headrace.engine.quant import awq, gguf_blocks, gptq
+from headrace.engine.quant import awq, bitsandbytes, compressed_tensors, gguf_blocks, gptq
+from headrace.engine.quant.fp8 import Fp8
+from headrace.engine.quant.llm_int8 import LLMInt8
 from headrace.engine.quant.method import AnyMethod, LinearSpec
 from headrace.engine.quant.parts import Parts
 from headrace.engine.quant.scheme import MethodFor, Scheme
+from headrace.engine.quant.settings import Settings
+from headrace.engine.quant.torchao import TorchaoInt8
 from headrace.engine.quant.unquantized import Unquantized
 
 FLOAT_TYPES = ("F32", "F16", "BF16")
@@ -112,6 +116,104 @@ def _awq(checkpoint: Checkpoint, layers: Sequence[LinearSpec]) -> tuple[MethodOf
     return method_of, ()
 
 
+def _bitsandbytes(
+    checkpoint: Checkpoint, layers: Sequence[LinearSpec]
+) -> tuple[MethodOf, Sequence[str]]:
+    settings = Settings("quantization_config", checkpoint.quantization or {})
+    types, floats = checkpoint.types, Unquantized()
+    parts = [part for layer in layers for part in layer.parts]
+    method: AnyMethod
+    if settings.boolean("load_in_4bit", False):
+        kind = settings.text("bnb_4bit_quant_type", "fp4")
+        if kind not in bitsandbytes.CODES:
+            raise CheckpointError(
+                f"quantization_config: bnb_4bit_quant_type {kind!r} is not supported (nf4, fp4)"
+            )
+        storage = settings.text("bnb_4bit_quant_storage", "uint8")
+        if storage != "uint8":
+            raise CheckpointError(
+                f"quantization_config: bnb_4bit_quant_storage {storage!r} is not supported (uint8)"
+            )
+        double = settings.boolean("bnb_4bit_use_double_quant", False)
+        method = bitsandbytes.StoredCodes(kind, double)
+        ignored = [method.state_name(part) for part in parts]
+    elif settings.boolean("load_in_8bit", False):
+        threshold = settings.values.get("llm_int8_threshold", 6.0)
+        method = LLMInt8(float(threshold or "inf"), stored=True)
+        ignored = [f"{part}.weight_format" for part in parts]
+    else:
+        raise CheckpointError(
+            "quantization_config: bitsandbytes with neither load_in_4bit nor load_in_8bit"
+        )
+
+    def method_of(spec: LinearSpec) -> AnyMethod:
+        return floats if types.get(f"{spec.parts[0]}.weight") in FLOAT_TYPES else method
+
+    return method_of, ignored
+
+
+def _compressed_tensors(
+    checkpoint: Checkpoint, layers: Sequence[LinearSpec]
+) -> tuple[MethodOf, Sequence[str]]:
+    rules, left_out = compressed_tensors.read_rules(checkpoint.quantization or {})
+    types, floats = checkpoint.types, Unquantized()
+
+    def method_of(spec: LinearSpec) -> AnyMethod:
+        part = spec.parts[0]
+        if types.get(f"{part}.weight") in FLOAT_TYPES:
+            return floats
+        if compressed_tensors.matches(part, left_out):
+            return floats
+        for rule in rules:
+            if compressed_tensors.matches(part, rule.targets):
+                return rule.method
+        return floats
+
+    parts = [part for layer in layers for part in layer.parts]
+    return method_of, [f"{part}.{kind}" for part in parts for kind in _STATIC_SCALES]
+
+
+_STATIC_SCALES = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
+"""Scales of activations that are not used: tokens are scaled when they are seen, or not at all."""
+
+
+def _fp8(checkpoint: Checkpoint, layers: Sequence[LinearSpec]) -> tuple[MethodOf, Sequence[str]]:
+    """Fine-grained FP8 as DeepSeek, Qwen and Transformers write it: blocks and inverse scales; or
+    one scale a tensor."""
+    values = checkpoint.quantization or {}
+    block = values.get("weight_block_size")
+    method: AnyMethod
+    if isinstance(block, list) and len(block) == 2:
+        method = Fp8("block", (int(block[0]), int(block[1])), "weight_scale_inv")
+    elif block is None:
+        method = Fp8("tensor")
+    else:
+        raise CheckpointError(f"quantization_config: weight_block_size is {block!r}")
+    types, floats = checkpoint.types, Unquantized()
+
+    def method_of(spec: LinearSpec) -> AnyMethod:
+        return floats if types.get(f"{spec.parts[0]}.weight") in FLOAT_TYPES else method
+
+    parts = [part for layer in layers for part in layer.parts]
+    return method_of, [f"{part}.input_scale" for part in parts]
+
+
+def _torchao(
+    checkpoint: Checkpoint, layers: Sequence[LinearSpec]
+) -> tuple[MethodOf, Sequence[str]]:
+    kind = str((checkpoint.quantization or {}).get("quant_type"))
+    if "Int8WeightOnlyConfig" not in kind:
+        raise CheckpointError(
+            f"quantization_config: torchao {kind[:100]} is not supported (Int8WeightOnlyConfig is)"
+        )
+    types, floats, method = checkpoint.types, Unquantized(), TorchaoInt8()
+
+    def method_of(spec: LinearSpec) -> AnyMethod:
+        return floats if types.get(f"{spec.parts[0]}.weight") in FLOAT_TYPES else method
+
+    return method_of, ()
+
+
 def _gguf(checkpoint: Checkpoint) -> Scheme:
     """Blocks as they are; a file of floats alone is not quantized."""
     types = checkpoint.types
@@ -146,6 +248,10 @@ def _gguf(checkpoint: Checkpoint) -> Scheme:
 _FORMATS: dict[str, Callable[..., tuple[MethodOf, Sequence[str]]]] = {
     "gptq": _gptq,
     "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": _compressed_tensors,
+    "fp8": _fp8,
+    "torchao": _torchao,
 }
 NAMES = (*_FORMATS, "gguf")
 """Names of formats that come with a checkpoint."""
