@@ -7,11 +7,14 @@ the other modes are a flag each. Every mode prints Markdown and writes JSON to -
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
-from headrace.worker.bench import report, workloads
+from headrace.worker.bench import load_cli, report, side_by_side, workloads
+from headrace.worker.bench.compare import table
 from headrace.worker.bench.machine import describe_cpu
+from headrace.worker.bench.subject import fast_dtype, load_subject
 
 
 @click.command("bench")
@@ -43,7 +46,12 @@ from headrace.worker.bench.machine import describe_cpu
     default=None,
     help="Also the queue by itself; default: unless --prompts is given.",
 )
+@click.option("--load", "mode", flag_value="load", help="Load test: percentiles, goodput, P99.")
+@load_cli.options
+@click.pass_context
 def main(
+    ctx: click.Context,
+    /,
     model: str,
     prompts: Path | None,
     max_tokens: int,
@@ -54,11 +62,16 @@ def main(
     threads: int | None,
     out: Path,
     queue_alone: bool | None,
+    mode: str | None,
+    **of_load: Any,
 ) -> None:
-    """Measure this machine, with your model and your prompts."""
-    from headrace.worker.bench import side_by_side
-    from headrace.worker.bench.compare import table
-    from headrace.worker.bench.subject import load_subject
+    """Measure this machine, with your model and your prompts.
+
+    Without a mode: our engine, our engine through the queue and Transformers, side by side.
+    """
+    if mode == "load":
+        name = names[0] if names else "shared"
+        ctx.exit(_load(model, prompts, name, dtypes, threads, limit, out, of_load))
 
     subject = load_subject(
         model,
@@ -70,12 +83,33 @@ def main(
         threads=threads,
     )
     click.echo(f"{describe_cpu()}, {subject.threads} threads", err=True)
+    about = {"threads": subject.threads, "model": model}
     rows = side_by_side.run(subject, repeats, out)
-    report.write(out / "bench.json", {"threads": subject.threads, "model": model, "rows": rows})
+    report.write(out / "bench.json", {**about, "rows": rows})
     click.echo(table(rows))
     if queue_alone if queue_alone is not None else prompts is None:
         command = [sys.executable, "-m", "headrace.worker.bench.queue"]
         subprocess.run([*command, "--out", str(out / "queue.json")], check=True)
+
+
+def _load(
+    model: str,
+    prompts: Path | None,
+    name: workloads.WorkloadName,
+    dtypes: tuple[str, ...],
+    threads: int | None,
+    limit: int | None,
+    out: Path,
+    of_load: dict[str, Any],
+) -> int:
+    from headrace.engine.runner import available_threads
+
+    chosen = load_cli.LoadOptions(**of_load)
+    dtype = dtypes[0] if dtypes else fast_dtype()
+    requests = load_cli.requests_for(prompts, name, chosen, limit)
+    service = load_cli.service_for(chosen, model, dtype, threads or available_threads())
+    workload = str(prompts) if prompts is not None else name
+    return 0 if load_cli.run(requests, service, chosen, out, {"workload": workload}) else 1
 
 
 if __name__ == "__main__":

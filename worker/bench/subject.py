@@ -38,7 +38,7 @@ def load_subject(
     """Resolve and tokenize. `dtypes` empty: this machine's fast one; `names` empty: both workloads,
     unless `prompts` gives a file. `limit`: the first so many requests of each."""
     from headrace.engine.loading.source import resolve_model
-    from headrace.engine.runner import available_threads, cpu_multiplies_bfloat16
+    from headrace.engine.runner import available_threads
     from headrace.engine.tokenizer import load_tokenizer
 
     path = resolve_model(model)
@@ -50,5 +50,13 @@ def load_subject(
         work[name] = workloads.build(
             name, lambda text: tokenizer.encode(text, add_special_tokens=False)
         )[:limit]
-    fast = "bfloat16" if cpu_multiplies_bfloat16() else "float32"
-    return Subject(model, path, tokenizer, dtypes or (fast,), threads or available_threads(), work)
+    return Subject(
+        model, path, tokenizer, dtypes or (fast_dtype(),), threads or available_threads(), work
+    )
+
+
+def fast_dtype() -> str:
+    """The float type that this machine multiplies fastest."""
+    from headrace.engine.runner import cpu_multiplies_bfloat16
+
+    return "bfloat16" if cpu_multiplies_bfloat16() else "float32"

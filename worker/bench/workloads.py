@@ -45,9 +45,13 @@ def build(name: WorkloadName, encode: Callable[[str], list[int]]) -> list[BenchR
     return requests
 
 
-def texts(name: WorkloadName) -> list[tuple[str, int]]:
-    """The workload as text with its lengths, for a service that tokenizes by itself."""
-    return [("".join(parts), max_tokens) for parts, max_tokens in _parts(name)]
+def texts(name: WorkloadName, count: int | None = None) -> list[tuple[str, int]]:
+    """The workload as text with its lengths, for a service that tokenizes by itself.
+
+    `count` above 64 goes through the questions again under new numbers, so that no two prompts are
+    equal.
+    """
+    return [("".join(parts), max_tokens) for parts, max_tokens in _parts(name, count)]
 
 
 def synthesize(
@@ -86,14 +90,16 @@ def write(requests: list[BenchRequest], path: Path) -> None:
     path.write_bytes(b"".join(orjson.dumps(asdict(request)) + b"\n" for request in requests))
 
 
-def _parts(name: WorkloadName) -> Iterator[tuple[list[str], int]]:
+def _parts(name: WorkloadName, count: int | None = None) -> Iterator[tuple[list[str], int]]:
     """What is tokenized apart, in order, and the answer's length, for each request."""
     data = orjson.loads(DATA.read_bytes())
     head: list[str] = []
     if name == "shared":
         head = [f"<|im_start|>system\n{data['intro']}\n", data["notes"], "<|im_end|>\n"]
     tail = "<|im_end|>\n<|im_start|>assistant\n"
-    for index, user in enumerate(data["users"]):
+    users = data["users"]
+    for index in range(len(users) if count is None else count):
+        user = users[index % len(users)]
         question = f"<|im_start|>user\nQuestion {index}: "
         yield [*head, question, user["text"], tail], user["max_tokens"]
 
