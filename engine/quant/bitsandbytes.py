@@ -2,9 +2,9 @@
 quantization stores in a byte.
 
 Layout: `weight` uint8 [out * in / 2, 1], rows behind each other, high nibble first; `absmax`
-float32 [blocks], or uint8 with `nested_absmax`, `nested_quant_map` and, in the JSON of `quant_state`, an
-offset: absmax = map[byte] * nested_absmax[block of 256] + offset. A value is code * absmax, rounded
-to the type that the JSON names. Also made at load from floats.
+float32 [blocks], or uint8 with `nested_absmax`, `nested_quant_map` and, in the JSON of
+`quant_state`, an offset: absmax = map[byte] * nested_absmax[block of 256] + offset. A value is
+code * absmax, rounded to the type that the JSON names. Also made at load from floats.
 """
 
 import json

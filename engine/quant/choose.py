@@ -70,15 +70,8 @@ def float_bytes(checkpoint: Checkpoint) -> int:
 
 
 LOAD_TIME = (
-    "int8",
-    "int8-dynamic",
-    "int4-g64",
-    "int4-g64-sym",
-    "int3-g64",
-    "nf4",
-    "nf4-double",
-    "bnb-int8",
-    FLOAT,
+    *("int8", "int8-dynamic", "int4-g64", "int4-g64-sym", "int3-g64"),
+    *("nf4", "nf4-double", "fp4", "bnb-int8", FLOAT),
 )
 """Names to show: groups may be 32, 64 or 128."""
 

@@ -86,7 +86,7 @@ def _method(form: str, scheme: Settings) -> AnyMethod:
     if form in ("int-quantized", "naive-quantized") and (kind, bits) == ("int", 8):
         if strategy not in ("channel", "tensor") or not symmetric:
             raise _unsupported(form, scheme, f"strategy {strategy!r}, symmetric {symmetric}")
-        # Activations that are asymmetric or have fixed scales run unquantized: nearer to the floats.
+        # Asymmetric activations, and fixed scales, run unquantized: nearer to the floats.
         dynamic = activations.get("dynamic") and activations.get("symmetric")
         per_token = activations.get("strategy") == "token" and activations.get("num_bits") == 8
         if dynamic and per_token:

@@ -114,8 +114,6 @@ def _q3_k(f: Any, n: Any, out: Any) -> None:
             )
 
 
-# Helpers are inlined before LLVM sees them: compiled alone, loads behind a branch from addresses
-# that are integers were found to be dropped once the caller was optimized.
 @njit(inline="always", error_model="numpy")
 def _six_bit_scale(scales: Any, i: Any) -> Any:
     """Scale i of 8 in Q4_K's and Q5_K's 12 bytes."""

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from headrace.engine.layers.cpu_simd import as_float, claim, floats_at
-from headrace.engine.quant.simd import bytes_at, float_of, words_at
+from headrace.engine.layers.cpu_simd import as_float, claim
+from headrace.engine.quant.simd import bytes_at, float_of, floats_at, words_at
 
 # No fast math: the rounding trick must survive, and products are rounded as torch rounds them.
 OPTIONS: dict[str, Any] = {"cache": True, "error_model": "numpy"}

@@ -2,9 +2,9 @@
 (Dettmers et al. 2022, LLM.int8()).
 
 Values of magnitude 6 and more are taken out of a token before it is quantized, and multiplied as
-two INT8 digits, 15 bits together, so the weights are held once and only as bytes. bitsandbytes takes
-out whole columns, those where any token of the batch sticks out; here each token's own values are,
-so that its result does not depend on what shares the batch.
+two INT8 digits, 15 bits together, so the weights are held once and only as bytes. bitsandbytes
+takes out whole columns, those where any token of the batch sticks out; here each token's own values
+are, so that its result does not depend on what shares the batch.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,8 @@ from headrace.engine.quant.method import LinearSpec, bias_shapes, stacked_bias
 
 class LLMInt8(Int8Dynamic):
     """`threshold`: the magnitude from which a value sticks out; `stored`: weights are read as
-    bitsandbytes wrote them (`weight` int8, `SCB` float32: weight * SCB / 127), else made at load."""
+    bitsandbytes wrote them (`weight` int8, `SCB` float32: weight * SCB / 127), not made at load.
+    """
 
     def __init__(self, threshold: float = 6.0, stored: bool = False) -> None:
         super().__init__()

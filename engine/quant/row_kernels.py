@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from headrace.engine.layers.cpu_simd import claim, floats_at, integers_at
+from headrace.engine.layers.cpu_simd import claim
 from headrace.engine.quant.simd import (
     bfloat_at,
     byte_at,
@@ -21,7 +21,9 @@ from headrace.engine.quant.simd import (
     decode_pairs,
     decode_signed,
     decode_table,
+    floats_at,
     half_at,
+    integers_at,
     round_to_short,
     words_at,
 )

@@ -9,13 +9,29 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 
+def _opaque(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """The address as a value that LLVM knows nothing about.
+
+    Functions are compiled alone and optimized again once they are linked into their callers. In
+    between, LLVM may have written a sum of integers used as an address as an offset from null,
+    which the second round takes for undefined behaviour and drops.
+    """
+    kind = ir.FunctionType(address.type, [address.type])
+    return builder.asm(kind, "", "=r,0", [address], side_effect=False)
+
+
+def _pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
+    return builder.inttoptr(_opaque(builder, address), kind.as_pointer())
+
+
 def _pointer_to(kind: Any) -> Any:
     """Turns an address into a typed pointer for `carray`."""
 
     @intrinsic
     def pointer(typing_context: Any, address: Any) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-            return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+            address = _opaque(builder, args[0])
+            return builder.inttoptr(address, context.get_value_type(signature.return_type))
 
         return types.CPointer(kind)(types.int64), codegen
 
@@ -25,6 +41,8 @@ def _pointer_to(kind: Any) -> Any:
 bytes_at = _pointer_to(types.uint8)
 signed_bytes_at = _pointer_to(types.int8)
 words_at = _pointer_to(types.int32)
+integers_at = _pointer_to(types.int64)
+floats_at = _pointer_to(types.float32)
 
 
 @intrinsic
@@ -42,7 +60,7 @@ def byte_at(typing_context: Any, address: Any) -> Any:
     """The unsigned byte at an address."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        value = builder.load(builder.inttoptr(args[0], ir.IntType(8).as_pointer()))
+        value = builder.load(_pointer(builder, args[0], ir.IntType(8)))
         return builder.zext(value, ir.IntType(64))
 
     return types.int64(types.int64), codegen
@@ -53,7 +71,7 @@ def word_at(typing_context: Any, address: Any) -> Any:
     """The unsigned 32-bit word at an address."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        value = builder.load(builder.inttoptr(args[0], ir.IntType(32).as_pointer()))
+        value = builder.load(_pointer(builder, args[0], ir.IntType(32)))
         value.align = 1
         return builder.zext(value, ir.IntType(64))
 
@@ -65,7 +83,7 @@ def half_at(typing_context: Any, address: Any) -> Any:
     """The float16 at an address, as float32."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        value = builder.load(builder.inttoptr(args[0], ir.HalfType().as_pointer()))
+        value = builder.load(_pointer(builder, args[0], ir.HalfType()))
         value.align = 1
         return builder.fpext(value, ir.FloatType())
 
@@ -77,7 +95,7 @@ def bfloat_at(typing_context: Any, address: Any) -> Any:
     """The bfloat16 at an address, as float32."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        value = builder.load(builder.inttoptr(args[0], ir.IntType(16).as_pointer()))
+        value = builder.load(_pointer(builder, args[0], ir.IntType(16)))
         value.align = 1
         wide = builder.zext(value, ir.IntType(32))
         return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, 16)), ir.FloatType())
@@ -101,7 +119,7 @@ def _splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
 
 def _field(builder: ir.IRBuilder, address: ir.Value, shift: ir.Value, mask: ir.Value) -> ir.Value:
     """(bytes >> shift) & mask of the 16 bytes at an address, as 16 integers of 32 bits."""
-    loaded = builder.load(builder.inttoptr(address, _BYTES.as_pointer()))
+    loaded = builder.load(_pointer(builder, address, _BYTES))
     loaded.align = 1
     wide = builder.zext(loaded, _INTS)
     wide = builder.lshr(wide, _splat(builder, builder.trunc(shift, _I32)))
@@ -116,7 +134,7 @@ def _store_affine(
     signature = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
     fma = cgutils.get_or_insert_function(builder.module, signature, f"llvm.fma.v{LANES}f32")
     result = builder.call(fma, [shifted, _splat(builder, scale), _splat(builder, add)])
-    builder.store(result, builder.inttoptr(out, _VECTOR.as_pointer())).align = 4
+    builder.store(result, _pointer(builder, out, _VECTOR)).align = 4
 
 
 _OUTPUT = (types.int64, types.float32, types.float32, types.float32)
@@ -223,7 +241,7 @@ def decode_signed(
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         out, zero, scale, add, source = args
-        loaded = builder.load(builder.inttoptr(source, _BYTES.as_pointer()))
+        loaded = builder.load(_pointer(builder, source, _BYTES))
         loaded.align = 1
         values = builder.sitofp(builder.sext(loaded, _INTS), _VECTOR)
         _store_affine(builder, values, out, zero, scale, add)
@@ -242,7 +260,7 @@ def decode_table(
         out, scale, table, low, shift = args
         index = _field(builder, low, shift, ir.Constant(_I64, 15))
         if _HAS_PERMUTE:
-            entries = builder.load(builder.inttoptr(table, _VECTOR.as_pointer()))
+            entries = builder.load(_pointer(builder, table, _VECTOR))
             entries.align = 4
             function_type = ir.FunctionType(_VECTOR, [_VECTOR, _INTS])
             permute = cgutils.get_or_insert_function(
@@ -251,13 +269,13 @@ def decode_table(
             values = builder.call(permute, [entries, index])
         else:
             values = ir.Constant(_VECTOR, ir.Undefined)
-            pointer = builder.inttoptr(table, _F32.as_pointer())
+            pointer = _pointer(builder, table, _F32)
             for lane in range(LANES):
                 place = ir.Constant(_I32, lane)
                 entry = builder.gep(pointer, [builder.extract_element(index, place)])
                 values = builder.insert_element(values, builder.load(entry), place)
         result = builder.fmul(values, _splat(builder, scale))
-        builder.store(result, builder.inttoptr(out, _VECTOR.as_pointer())).align = 4
+        builder.store(result, _pointer(builder, out, _VECTOR)).align = 4
         return context.get_dummy_value()
 
     kinds = (types.int64, types.float32, *[types.int64] * 3)
@@ -277,7 +295,7 @@ def decode_fp8(typing_context: Any, out: Any, scale: Any, source: Any) -> Any:
             return ir.Constant(_INTS, [value] * LANES)
 
         out, scale, source = args
-        loaded = builder.load(builder.inttoptr(source, _BYTES.as_pointer()))
+        loaded = builder.load(_pointer(builder, source, _BYTES))
         loaded.align = 1
         wide = builder.zext(loaded, _INTS)
         magnitude = builder.and_(wide, every(0x7F))
@@ -289,7 +307,7 @@ def decode_fp8(typing_context: Any, out: Any, scale: Any, source: Any) -> Any:
         nan = ir.Constant(_VECTOR, [float("nan")] * LANES)
         values = builder.select(builder.icmp_unsigned("==", magnitude, every(0x7F)), nan, values)
         result = builder.fmul(values, _splat(builder, scale))
-        builder.store(result, builder.inttoptr(out, _VECTOR.as_pointer())).align = 4
+        builder.store(result, _pointer(builder, out, _VECTOR)).align = 4
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64), codegen
@@ -304,7 +322,7 @@ def round_to_short(typing_context: Any, out: Any, kind: Any) -> Any:
             return ir.Constant(_INTS, [value] * LANES)
 
         out, kind = args
-        pointer = builder.inttoptr(out, _VECTOR.as_pointer())
+        pointer = _pointer(builder, out, _VECTOR)
         values = builder.load(pointer)
         values.align = 4
         half = builder.fptrunc(values, ir.VectorType(ir.HalfType(), LANES))

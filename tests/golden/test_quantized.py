@@ -22,6 +22,9 @@ from headrace.engine.runner import ModelRunner, load_runner
 
 DATA = Path(__file__).parents[1] / "data" / "quant"
 NAMES = sorted(path.name for path in DATA.iterdir())
+INTEGER_ACTIVATIONS = ("bnb-int8", "ct-w8a8-int8-dynamic")
+ROUNDED_BY_THE_TOOL = ("torchao-int8wo",)
+"""torchao's products are bfloat16; ours keep what the scales hold."""
 
 
 def load(name: str, quantization: str | None = None) -> ModelRunner:
@@ -51,8 +54,11 @@ def test_dequantized_weights_equal_the_tool_s(name: str) -> None:
     modules = [key.removeprefix("dequant.") for key in expected if key.startswith("dequant.")]
     assert modules
     for module in modules:
-        difference = (floats.load(f"{module}.weight") - expected[f"dequant.{module}"]).abs().max()
-        assert difference <= tolerances["dequant_abs"], module
+        theirs = expected[f"dequant.{module}"]
+        ours = floats.load(f"{module}.weight")
+        if name in ROUNDED_BY_THE_TOOL:
+            ours = ours.bfloat16().float()
+        assert (ours - theirs).abs().max() <= tolerances["dequant_abs"], module
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -61,7 +67,8 @@ def test_logits_of_dequantized_weights_equal_transformers(name: str) -> None:
     expected, tolerances = expected_of(name)
     logits = load(name, "float").logits(expected["input_ids"][0].tolist())
     difference = (logits - expected["logits_dequant"][0]).abs().max()
-    assert difference <= tolerances["logits_dequant_abs"]
+    key = "logits_abs" if name in ROUNDED_BY_THE_TOOL else "logits_dequant_abs"
+    assert difference <= tolerances[key]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -71,12 +78,14 @@ def test_logits_of_packed_weights_equal_the_tool_s(name: str) -> None:
     tokens = expected["input_ids"][0].tolist()
     runner = load(name)
     assert runner.quantization != "none"
-    quantized_activations = "logits_mean_abs" in tolerances
+    limit = tolerances["logits_abs"]
+    if name not in INTEGER_ACTIVATIONS:
+        limit = tolerances.get("logits_abs_if_activations_are_not_quantized", limit)
     for chunk in (512, 3):
         logits = runner.logits(tokens, chunk)
         difference = (logits - expected["logits"][0]).abs()
-        assert difference.max() <= tolerances["logits_abs"]
-        if quantized_activations:
-            assert difference.mean() <= tolerances["logits_mean_abs"]
-        else:
+        assert difference.max() <= limit
+        if name in INTEGER_ACTIVATIONS:
+            assert difference.mean() <= tolerances.get("logits_mean_abs", limit / 4)
+        elif name not in ROUNDED_BY_THE_TOOL:
             torch.testing.assert_close(logits, expected["logits_dequant"][0], atol=2e-3, rtol=0)

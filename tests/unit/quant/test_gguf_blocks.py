@@ -47,6 +47,7 @@ def test_compiled_rows_equal_the_gguf_package(kind: str, rows: int, columns: int
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
+@torch.inference_mode()
 def test_an_embedding_in_blocks_looks_up_its_rows(kind: str) -> None:
     matrix = random_blocks(kind, 40, 256)
     ids = torch.tensor([3, 39, 3, 0])
