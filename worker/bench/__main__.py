@@ -11,10 +11,24 @@ from typing import Any
 
 import click
 
-from headrace.worker.bench import load_cli, report, side_by_side, workloads
+from headrace.engine.engine import Engine
+from headrace.engine.planner.calibration import Point
+from headrace.worker.bench import (
+    ablate,
+    ablate_report,
+    load_cli,
+    plots,
+    report,
+    side_by_side,
+    step_profile,
+    trial,
+    workloads,
+)
+from headrace.worker.bench import measurement as calibrate
 from headrace.worker.bench.compare import table
 from headrace.worker.bench.machine import describe_cpu
-from headrace.worker.bench.subject import fast_dtype, load_subject
+from headrace.worker.bench.subject import Subject, fast_dtype, load_subject
+from headrace.worker.options import BytesType
 
 
 @click.command("bench")
@@ -46,7 +60,19 @@ from headrace.worker.bench.subject import fast_dtype, load_subject
     default=None,
     help="Also the queue by itself; default: unless --prompts is given.",
 )
+@click.option(
+    "--kv-cache-memory",
+    type=BytesType(),
+    help="--ablate, --profile: the KV pool (2G, 500M); default: measured.",
+)
+@click.option(
+    "--measurement/--no-measurement",
+    default=True,
+    help="Keep a few timed steps for `headrace plan`.",
+)
 @click.option("--load", "mode", flag_value="load", help="Load test: percentiles, goodput, P99.")
+@click.option("--ablate", "mode", flag_value="ablate", help="What each technique is worth.")
+@click.option("--profile", "mode", flag_value="profile", help="Where a step's time goes.")
 @load_cli.options
 @click.pass_context
 def main(
@@ -62,17 +88,19 @@ def main(
     threads: int | None,
     out: Path,
     queue_alone: bool | None,
+    kv_cache_memory: int | None,
+    measurement: bool,
     mode: str | None,
     **of_load: Any,
 ) -> None:
     """Measure this machine, with your model and your prompts.
 
-    Without a mode: our engine, our engine through the queue and Transformers, side by side.
+    Without a mode: our engine, our engine through the queue and Transformers, side by side. Answers
+    have fixed lengths there and in --ablate and --profile (the end of sequence is ignored).
     """
     if mode == "load":
         name = names[0] if names else "shared"
         ctx.exit(_load(model, prompts, name, dtypes, threads, limit, out, of_load))
-
     subject = load_subject(
         model,
         dtypes=dtypes,
@@ -81,15 +109,56 @@ def main(
         max_tokens=max_tokens,
         limit=limit,
         threads=threads,
+        options={} if kv_cache_memory is None else {"kv_cache_memory_bytes": kv_cache_memory},
     )
     click.echo(f"{describe_cpu()}, {subject.threads} threads", err=True)
     about = {"threads": subject.threads, "model": model}
+    if mode == "ablate":
+        result = ablate.run(subject, limit=limit, repeats=repeats)
+        report.write(out / "ablate.json", result)
+        click.echo(ablate_report.table(result))
+        plots.draw(ablate_report.plot, result, out / "ablate.png")
+        return
+    if mode == "profile":
+        _profile(subject, out)
+        return
     rows = side_by_side.run(subject, repeats, out)
     report.write(out / "bench.json", {**about, "rows": rows})
     click.echo(table(rows))
+    if measurement:
+        _calibrate(subject)
     if queue_alone if queue_alone is not None else prompts is None:
         command = [sys.executable, "-m", "headrace.worker.bench.queue"]
         subprocess.run([*command, "--out", str(out / "queue.json")], check=True)
+
+
+def _profile(subject: Subject, out: Path) -> None:
+    """Every workload and dtype: a table each, and all of them in one file."""
+    results = []
+    for dtype in subject.dtypes:
+        engine = Engine.load(
+            trial.config_for(subject.path, dtype, subject.threads, **subject.options)
+        )
+        for name, requests in subject.work.items():
+            found = step_profile.run(engine, requests)
+            results.append({"workload": name, "dtype": dtype, "phases": found})
+            click.echo(f"{name}, {dtype}\n\n{step_profile.table(found)}\n")
+    about = {"threads": subject.threads, "model": subject.model}
+    report.write(out / "profile.json", {**about, "profiles": results})
+
+
+def _calibrate(subject: Subject) -> None:
+    """The planner's measurement, of every dtype that it has a name for."""
+    points: list[Point] = []
+    for dtype in subject.dtypes:
+        scheme = calibrate.scheme_of(dtype)
+        if scheme is not None:
+            engine = Engine.load(
+                trial.config_for(subject.path, dtype, subject.threads, **subject.options)
+            )
+            points += calibrate.measure(engine, str(subject.path), scheme)
+    if points:
+        click.echo(f"{calibrate.keep(points)}: measured steps for `headrace plan`", err=True)
 
 
 def _load(

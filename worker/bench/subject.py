@@ -4,7 +4,7 @@ Resolved once from the command line. Knows no system that is measured.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from headrace.worker.bench.workloads import BenchRequest, WorkloadName
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """`model` as the user named it, `path` where it lies; `work` by workload name."""
+    """`model` as the user named it, `path` where it lies; `work` by workload name; `options` of the
+    engine that hold for whatever runs in this process."""
 
     model: str
     path: Path
@@ -23,6 +24,7 @@ class Subject:
     dtypes: tuple[str, ...]
     threads: int
     work: Mapping[str, Sequence[BenchRequest]]
+    options: Mapping[str, object] = field(default_factory=dict)
 
 
 def load_subject(
@@ -34,6 +36,7 @@ def load_subject(
     max_tokens: int = 128,
     limit: int | None = None,
     threads: int | None = None,
+    options: Mapping[str, object] | None = None,
 ) -> Subject:
     """Resolve and tokenize. `dtypes` empty: this machine's fast one; `names` empty: both workloads,
     unless `prompts` gives a file. `limit`: the first so many requests of each."""
@@ -51,7 +54,11 @@ def load_subject(
             name, lambda text: tokenizer.encode(text, add_special_tokens=False)
         )[:limit]
     return Subject(
-        model, path, tokenizer, dtypes or (fast_dtype(),), threads or available_threads(), work
+        *(model, path, tokenizer),
+        dtypes=dtypes or (fast_dtype(),),
+        threads=threads or available_threads(),
+        work=work,
+        options=options or {},
     )
 
 

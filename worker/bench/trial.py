@@ -1,0 +1,151 @@
+"""One run of requests through an engine in this process, and what every step of it did.
+
+The building block of ablations, the profile and the planner's measurement. Knows no queue.
+"""
+
+import ctypes
+import gc
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from headrace.engine.config import EngineConfig
+from headrace.engine.engine import Engine
+from headrace.engine.sampling_params import SamplingParams
+from headrace.engine.sequence import Sequence as EngineSequence
+from headrace.engine.stats import StepStats
+from headrace.worker.bench.side_by_side import FLOATS
+from headrace.worker.bench.workloads import BenchRequest
+
+_salts = itertools.count(1)
+
+
+@dataclass(slots=True)
+class Trial:
+    """`finished_s`: when each request had its answer, seconds from the start, in request order."""
+
+    seconds: float = 0.0
+    outputs: list[list[int]] = field(default_factory=list)
+    finished_s: list[float] = field(default_factory=list)
+    steps: list[StepStats] = field(default_factory=list)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(map(len, self.outputs))
+
+    @property
+    def peak_running(self) -> int:
+        return max((step.num_running for step in self.steps), default=0)
+
+
+def config_for(model: Path, dtype: str, threads: int, **options: object) -> EngineConfig:
+    """Settings of the benchmark: 64 sequences, no deduplication, then `options`."""
+    float_dtype, quantization = (dtype, None) if dtype in FLOATS else ("auto", dtype)
+    settings: dict[str, object] = {
+        "dtype": float_dtype,
+        "quantization": quantization,
+        "num_threads": threads,
+        "max_num_seqs": 64,
+        "deduplicate": False,
+        **options,
+    }
+    return EngineConfig(str(model), **settings)  # type: ignore[arg-type]
+
+
+def new_salt() -> bytes:
+    """With it the prefix cache finds nothing of an earlier trial."""
+    return f"trial-{next(_salts)}".encode()
+
+
+def sequence(request: BenchRequest, salt: bytes) -> EngineSequence:
+    """Greedy and of a fixed length, so that every variant does the same work."""
+    return EngineSequence(
+        request_id=str(request.id),
+        prompt_token_ids=request.prompt_token_ids,
+        params=SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True),
+        salt=salt,
+    )
+
+
+def run(engine: Engine, requests: Sequence[BenchRequest], *, group: int | None = None) -> Trial:
+    """All requests at once; with `group` so many, and the next when the last of them is done
+    (static batches: an answer is given out when its whole batch has ended)."""
+    trial, salt = Trial(), new_salt()
+    started = time.perf_counter()
+    for first in range(0, len(requests), group or len(requests)):
+        some = requests[first : first + (group or len(requests))]
+        sequences = [sequence(request, salt) for request in some]
+        ended: dict[int, float] = {}
+        for seq in sequences:
+            engine.add(seq)
+        while engine.has_unfinished:
+            output = engine.step()
+            trial.steps.append(output.stats)
+            now = time.perf_counter() - started
+            ended.update((seq.seq_id, now) for seq in output.finished)
+        for seq in sequences:
+            if seq.failure is not None:
+                raise RuntimeError(f"request {seq.request_id} failed: {seq.failure.message}")
+        now = time.perf_counter() - started
+        trial.outputs += [list(seq.output_token_ids) for seq in sequences]
+        trial.finished_s += [now if group else ended[seq.seq_id] for seq in sequences]
+    trial.seconds = time.perf_counter() - started
+    return trial
+
+
+def run_without_kv_cache(engine: Engine, requests: Sequence[BenchRequest]) -> Trial:
+    """Every token computes its whole context anew: each sequence is added again, with what it has
+    written so far, for one token more. The engine must have no prefix cache."""
+    trial = Trial(outputs=[[] for _ in requests], finished_s=[0.0] * len(requests))
+    started = time.perf_counter()
+    for length in range(1, max(r.max_tokens for r in requests) + 1):
+        wave = []
+        for index, request in enumerate(requests):
+            if request.max_tokens < length:
+                continue
+            seq = sequence(BenchRequest(request.id, request.prompt_token_ids, length), new_salt())
+            seq.output_token_ids = list(trial.outputs[index])
+            engine.add(seq)
+            wave.append((index, seq))
+        while engine.has_unfinished:
+            trial.steps.append(engine.step().stats)
+        for index, seq in wave:
+            trial.outputs[index] = list(seq.output_token_ids)
+            trial.finished_s[index] = time.perf_counter() - started
+    trial.seconds = time.perf_counter() - started
+    return trial
+
+
+@dataclass(slots=True)
+class Peak:
+    """Bytes that the process grew by at most inside a `peak_memory` block; None: not measurable."""
+
+    extra_bytes: int | None = None
+
+
+@contextmanager
+def peak_memory() -> Iterator[Peak]:
+    """Resets Linux's high-water mark of this process and reads it at the end. What the allocator
+    keeps for later is given back first, else its reuse would not show."""
+    peak = Peak()
+    gc.collect()
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
+    except OSError:
+        yield peak
+        return
+    yield peak
+    peak.extra_bytes = max(0, _status("VmHWM") - before)
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {name}")
