@@ -63,7 +63,7 @@ from headrace.worker.options import BytesType
 @click.option(
     "--kv-cache-memory",
     type=BytesType(),
-    help="--ablate, --profile: the KV pool (2G, 500M); default: measured.",
+    help="Our engine's KV pool (2G, 500M); default: measured. Not for --load.",
 )
 @click.option(
     "--measurement/--no-measurement",

@@ -11,11 +11,15 @@ from headrace.worker.bench.subject import Subject
 FLOATS = ("float32", "bfloat16", "float16")
 
 
-def systems(dtype: str) -> list[System]:
-    """What runs in this environment; Transformers has no quantization of ours."""
+def systems(dtype: str, kv_cache_memory: int | None = None) -> list[System]:
+    """What runs in this environment; Transformers has no quantization of ours.
+
+    `kv_cache_memory`: bytes of our KV pools, None: measured.
+    """
+    ours = {} if kv_cache_memory is None else {"kv_cache_memory": str(kv_cache_memory)}
     found = [
-        System.module("headrace engine", "headrace_engine", dtype),
-        System.module("headrace through the queue", "headrace_queue", dtype),
+        System.module("headrace engine", "headrace_engine", dtype, **ours),
+        System.module("headrace through the queue", "headrace_queue", dtype, **ours),
     ]
     if dtype in FLOATS:
         found.append(System.module("Transformers, batches of 16", "transformers_static", dtype))
@@ -25,12 +29,13 @@ def systems(dtype: str) -> list[System]:
 def run(subject: Subject, repeats: int, out: Path) -> list[dict[str, Any]]:
     """One row a system, workload and dtype; `exact` counts outputs equal to the engine's own."""
     rows: list[dict[str, Any]] = []
+    pool: Any = subject.options.get("kv_cache_memory_bytes")
     for name, requests in subject.work.items():
         path = out / f"{name}.jsonl"
         workloads.write(list(requests), path)
         for dtype in subject.dtypes:
             measured = compare(
-                systems(dtype),
+                systems(dtype, pool),
                 model=str(subject.path),
                 workload=name,
                 workload_path=path,

@@ -21,7 +21,9 @@ def bench(*arguments: str) -> Result:
 
 @pytest.fixture(scope="module")
 def service(model: Path) -> Any:
-    with private_service(str(model), dtype="float32", threads=1) as ready:
+    with private_service(
+        str(model), dtype="float32", threads=1, arguments=("--kv-cache-memory", "16M")
+    ) as ready:
         yield ready
 
 

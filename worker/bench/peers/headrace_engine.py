@@ -17,6 +17,7 @@ def load(options: Options) -> tuple[str, Runner]:
     dtype = options.dtype
     if dtype not in ("float32", "bfloat16", "float16", "auto"):
         quantization, dtype = dtype, "auto"
+    pool = options.extra.get("kv_cache_memory")
     engine = Engine.load(
         EngineConfig(
             model=options.model,
@@ -26,6 +27,7 @@ def load(options: Options) -> tuple[str, Runner]:
             max_num_seqs=int(options.extra.get("max_num_seqs", 64)),
             enable_prefix_caching=options.extra.get("prefix_caching", "1") == "1",
             enable_shared_prefix_attention=options.extra.get("shared_prefix", "1") == "1",
+            kv_cache_memory_bytes=None if pool is None else int(pool),
             deduplicate=False,
         )
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 from headrace.worker.bench.peers.protocol import Options, PeerRequest, Run, Runner, serve
 
 QUEUE = "bench"
+PASSED_ON = ("--checkpoint-every", "--max-num-batched-tokens", "--kv-cache-memory")
 
 
 def load(options: Options) -> tuple[str, Runner]:
@@ -30,9 +31,10 @@ def load(options: Options) -> tuple[str, Runner]:
     ]
     if options.dtype not in ("float32", "bfloat16", "float16", "auto"):
         arguments[:2] = ["--quantization", options.dtype]
-    for name in ("checkpoint-every", "max-num-batched-tokens"):
-        if name in options.extra:
-            arguments += [f"--{name}", options.extra[name]]
+    for name, value in options.extra.items():
+        option = f"--{name.replace('_', '-')}"
+        if option in PASSED_ON:
+            arguments += [option, value]
     chosen = WorkerOptions(options.model, QUEUE, tuple(arguments))
     turn = 0
     peak = 0
