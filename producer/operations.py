@@ -207,7 +207,10 @@ def new_job_id() -> str:
 
 def idempotent_id(key: str) -> str:
     """The job id of an idempotency key, which may be any text."""
-    return "k-" + hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    if not isinstance(key, str):
+        raise InvalidRequest("an idempotency key must be text", "idempotency_key")
+    text = key.encode("utf-8", "surrogatepass")
+    return "k-" + hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
 def to_request(item: RequestLike, defaults: Mapping[str, Any]) -> Request:
@@ -415,12 +418,16 @@ def wait_result(job_id: str, timeout: float | None) -> Steps[Result]:
 
 
 def _read_entry(job_id: str, entry: dict[bytes, bytes]) -> Steps[Result]:
-    text = codec.stream_text(job_id, entry)
-    digest = blobs.digest_in(text) if text is not None else None
-    if digest is None:
-        return codec.read_stream(job_id, entry)
-    content = yield ReadBlob(job_id, digest)
-    return codec.decode_result(job_id, content)
+    try:
+        text = codec.stream_text(job_id, entry)
+        digest = blobs.digest_in(text) if text is not None else None
+        if digest is None:
+            return codec.read_stream(job_id, entry)
+        content = yield ReadBlob(job_id, digest)
+        return codec.decode_result(job_id, content)
+    except errors.PayloadError as error:
+        # A record that others wrote over must not stop the reader of a whole batch.
+        return codec.failed(job_id, error.code, str(error))
 
 
 def _complete(job_id: str, result: Result) -> Steps[Result]:
@@ -437,6 +444,8 @@ def _with_caller_data(result: Result, data: bytes | None) -> Result:
     try:
         request = orjson.loads(codec.unpack(data))
     except (errors.PayloadError, orjson.JSONDecodeError):
+        return result
+    if not isinstance(request, dict):
         return result
     custom_id, metadata = request.get("custom_id"), request.get("metadata")
     update: dict[str, Any] = {}

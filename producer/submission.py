@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from types import UnionType
 from typing import Any, TypeVar
 
 from headrace.producer import keys, operations
@@ -38,8 +39,14 @@ class Options:
     def placement(self, queue: str) -> Placement:
         if self.batch is not None:
             keys.check_id("batch", self.batch)
-        if self.deadline is not None and not 0 < self.deadline < 1e11:
-            raise InvalidRequest("deadline must be Unix seconds", "deadline")
+        for name in ("deadline", "start_at"):
+            moment = getattr(self, name)
+            if moment is not None and not (_is_number(moment) and 0 < moment < 1e11):
+                raise InvalidRequest(f"{name} must be Unix seconds", name)
+        for name in ("max_attempts", "result_ttl", "failure_ttl"):
+            number = getattr(self, name)
+            if number is not None and not (_is_number(number, int) and abs(number) < 1e11):
+                raise InvalidRequest(f"{name} must be a whole number", name)
         if self.deadline is not None and self.deadline < time.time() - 86400:
             raise InvalidRequest(
                 "deadline is more than a day ago; it is Unix seconds, not seconds from now",
@@ -74,7 +81,10 @@ def request_of(
     if prompt is not None:
         given["prompt"] = prompt
     if messages is not None:
-        given["messages"] = [dict(message) for message in messages]
+        try:
+            given["messages"] = [dict(message) for message in messages]
+        except (TypeError, ValueError):
+            given["messages"] = messages
     return operations.to_request(given, {})
 
 
@@ -88,6 +98,8 @@ def submit(
     """Send one chunk; the ids in the order of the requests."""
     if not requests:
         return []
+    for job_id in job_ids or ():
+        keys.check_id("job_id", job_id)
     if job_ids is not None and len(set(job_ids)) != len(job_ids):
         raise InvalidRequest("a job id occurs twice in one call", "job_ids")
     queue = options.queue
@@ -103,6 +115,10 @@ def submit(
     for part in _parts(outgoing):
         yield from operations.submit_chunk(part, placement, settings, block_until, accepted)
     return ids
+
+
+def _is_number(value: Any, kind: type | UnionType = int | float) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 PART_BYTES = 8 * 1024 * 1024
