@@ -154,6 +154,8 @@ class StoredCodes(_Codes):
 
     def _matrix(self, spec: LinearSpec, source: TensorSource) -> CodeMatrix:
         part, rows, columns = spec.parts[0], spec.out_features[0], spec.in_features
+        if self.state_name(part) not in source.shapes():
+            raise CheckpointError(f"checkpoint: tensor {self.state_name(part)} missing")
         state = _read_state(source.load(self.state_name(part)), part)
         if state.get("shape") != [rows, columns] or state.get("blocksize") != BLOCK:
             raise CheckpointError(

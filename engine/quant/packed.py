@@ -19,9 +19,9 @@ from headrace.engine.quant.native import Kernel, kernel
 
 logger = logging.getLogger(__name__)
 
-_FEW = 4
+_FEW = 12
 """Rows of activations up to which rows of weights are multiplied one by one."""
-_TILE_FLOATS = 1 << 19  # 2 MiB: what a core's second-level cache holds
+_TILE_FLOATS = 1 << 18  # 1 MiB: half of what a core's second-level cache holds
 _BLOCK = 256  # a row is unpacked in whole blocks, none of them longer
 
 
@@ -111,10 +111,14 @@ _TRUSTED: dict[tuple[str, str], bool] = {}
 
 
 def _unpacks_rightly(matrix: PackedMatrix) -> bool:
-    """Whether this machine's compiled kernel unpacks as plain torch does, tried on one row."""
-    expected = matrix.unpack(0, 1)
-    found = unpacked(matrix, 0, 1)
-    if torch.allclose(found, expected, rtol=1e-5, atol=1e-6, equal_nan=True):
+    """Whether this machine's compiled kernels do as plain torch does, tried on a few rows."""
+    rows = min(8, matrix.out_features)
+    expected = matrix.unpack(0, rows)
+    x = torch.linspace(-1, 1, matrix.in_features)[None]
+    products = _multiply_few(matrix, None, x)[:, :rows]
+    if torch.allclose(
+        unpacked(matrix, 0, rows), expected, rtol=1e-5, atol=1e-6, equal_nan=True
+    ) and torch.allclose(products, x @ expected.T, rtol=1e-3, atol=1e-3, equal_nan=True):
         return True
     logger.error(
         "%s: the compiled kernel unpacks wrongly on this CPU; plain torch is used, which is slower",

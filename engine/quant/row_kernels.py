@@ -21,6 +21,7 @@ from headrace.engine.quant.simd import (
     decode_pairs,
     decode_signed,
     decode_table,
+    dot,
     floats_at,
     half_at,
     integers_at,
@@ -34,11 +35,12 @@ _FIELDS = 10
 _ZERO = np.float32(0.0)
 
 
-@njit(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
-def _dot(a_at: Any, b_at: Any, size: Any) -> Any:
+@njit(error_model="numpy")
+def _product(a_at: Any, b_at: Any, size: Any) -> Any:
+    blocks = size // 64
+    total = dot(a_at, b_at, blocks)
     a, b = carray(floats_at(a_at), (size,)), carray(floats_at(b_at), (size,))
-    total = _ZERO
-    for i in range(size):
+    for i in range(64 * blocks, size):
         total += a[i] * b[i]
     return total
 
@@ -46,7 +48,6 @@ def _dot(a_at: Any, b_at: Any, size: Any) -> Any:
 def loops(row: Any) -> tuple[Any, Any]:
     """`fill` and `few` of a format, from its row function."""
 
-    @njit(error_model="numpy")
     def fill(args: Any) -> None:
         """args: counter, fields, first row, rows, out, floats between rows of out, rows a claim."""
         a = carray(args, (7,))
@@ -58,7 +59,6 @@ def loops(row: Any) -> tuple[Any, Any]:
             for r in range(begin, min(begin + a[6], a[3])):
                 row(fields, a[2] + r, a[4] + 4 * r * a[5])
 
-    @njit(error_model="numpy")
     def few(args: Any) -> None:
         """args: counter, fields, rows of weights, x, rows of x, size, y, bias (0: none), scratch,
         floats of scratch a thread, rows a claim."""
@@ -75,11 +75,16 @@ def loops(row: Any) -> tuple[Any, Any]:
                 row(fields, n, row_at)
                 for m in range(batch):
                     y = carray(floats_at(a[6] + 4 * (m * num_rows + n)), (1,))
-                    y[0] = _dot(a[3] + 4 * m * size, row_at, size)
+                    y[0] = _product(a[3] + 4 * m * size, row_at, size)
                     if a[7] != 0:
                         y[0] += bias[n]
 
-    return fill, few
+    # numba names symbols after the function: two bodies under one name, compiled in two processes,
+    # would be taken for each other when both come from its cache.
+    for loop in (fill, few):
+        loop.__qualname__ = f"{row.py_func.__name__}_{loop.__name__}"
+    compiled = njit(error_model="numpy")
+    return compiled(fill), compiled(few)
 
 
 @njit(inline="always", error_model="numpy")

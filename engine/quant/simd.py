@@ -338,3 +338,41 @@ def round_to_short(typing_context: Any, out: Any, kind: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def dot(typing_context: Any, a: Any, b: Any, blocks: Any) -> Any:
+    """Sum of a[i] * b[i] over 64 * blocks floats, in four vectors of partial sums."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        a, b, blocks = args
+        left, right = _pointer(builder, a, _F32), _pointer(builder, b, _F32)
+        signature_of_fma = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+        fma = cgutils.get_or_insert_function(
+            builder.module, signature_of_fma, f"llvm.fma.v{LANES}f32"
+        )
+        sums = [cgutils.alloca_once(builder, _VECTOR) for _ in range(4)]
+        for cell in sums:
+            builder.store(ir.Constant(_VECTOR, [0.0] * LANES), cell)
+
+        def load(base: ir.Value, index: ir.Value) -> ir.Value:
+            place = builder.bitcast(builder.gep(base, [index]), _VECTOR.as_pointer())
+            loaded = builder.load(place)
+            loaded.align = 4
+            return loaded
+
+        with cgutils.for_range(builder, blocks) as loop:
+            first = builder.mul(loop.index, ir.Constant(_I64, 4 * LANES))
+            for part, cell in enumerate(sums):
+                index = builder.add(first, ir.Constant(_I64, LANES * part))
+                product = [load(left, index), load(right, index), builder.load(cell)]
+                builder.store(builder.call(fma, product), cell)
+        values = [builder.load(cell) for cell in sums]
+        total = builder.fadd(builder.fadd(values[0], values[1]), builder.fadd(values[2], values[3]))
+        for width in (8, 4, 2, 1):
+            order = ir.Constant(_INTS, [lane ^ width for lane in range(LANES)])
+            undefined = ir.Constant(_VECTOR, ir.Undefined)
+            total = builder.fadd(total, builder.shuffle_vector(total, undefined, order))
+        return builder.extract_element(total, ir.Constant(_I32, 0))
+
+    return types.float32(*[types.int64] * 3), codegen

@@ -5,7 +5,7 @@ floats runs as such, whatever lists of exceptions a config has.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -29,7 +29,7 @@ def stored_scheme(checkpoint: Checkpoint, layers: Sequence[LinearSpec], head: Li
     """The scheme that the checkpoint holds; `none` for plain floats."""
     values = checkpoint.quantization
     if values is None:
-        _check_floats(checkpoint, checkpoint.types)
+        _check_floats(checkpoint)
         return Scheme("none", checkpoint.tensors)
     name = str(values.get("quant_method") or values.get("method") or "unnamed").lower()
     if name == "gguf":
@@ -40,12 +40,8 @@ def stored_scheme(checkpoint: Checkpoint, layers: Sequence[LinearSpec], head: Li
             f"config: quantization method {name!r} is not supported; supported: {', '.join(NAMES)}"
         )
     every = [*layers, head]
+    _check_types(checkpoint)
     method_of, ignored = make(checkpoint, every)
-    parts = {part for layer in every for part in layer.parts}
-    _check_floats(
-        checkpoint,
-        [key for key in checkpoint.types if key.rpartition(".")[0] not in parts and ".norm" in key],
-    )
     return Scheme(
         name,
         checkpoint.tensors,
@@ -82,10 +78,14 @@ def _gptq(checkpoint: Checkpoint, layers: Sequence[LinearSpec]) -> tuple[MethodO
     known = {part: found for part, found in settings.items() if found is not None}
     source = checkpoint.tensors
     shapes = source.shapes()
+    specs = {part: layer.part(index) for layer in layers for index, part in enumerate(layer.parts)}
     complete = {
         part: found
         for part, found in known.items()
-        if all(f"{part}.{kind}" in shapes for kind in ("qzeros", "scales", "g_idx"))
+        if all(
+            tuple(shapes.get(name, ())) == shape
+            for name, shape in gptq.GPTQ(found, 1).tensor_shapes(specs[part]).items()
+        )
     }
     step = max(1, len(complete) // _SAMPLED_LAYERS)
     samples = dict(list(complete.items())[::step])
@@ -257,12 +257,34 @@ NAMES = (*_FORMATS, "gguf")
 """Names of formats that come with a checkpoint."""
 
 
-def _check_floats(checkpoint: Checkpoint, names: Any) -> None:
-    for name in names:
-        kind = checkpoint.types[name]
+_TYPES = {
+    **dict.fromkeys(("qweight", "qzeros", "g_idx", "weight_packed"), ("I32",)),
+    **dict.fromkeys(("weight_shape",), ("I64", "I32")),
+    **dict.fromkeys(("scales", "weight_scale", "weight_scale_inv", "SCB"), FLOAT_TYPES),
+    **dict.fromkeys(("absmax",), ("U8", *FLOAT_TYPES)),
+    **dict.fromkeys(("quant_map", "nested_absmax", "nested_quant_map", "bias"), FLOAT_TYPES),
+    **dict.fromkeys(("_weight_qdata", "_weight_zero_point"), ("I8",)),
+}
+"""Types that tensors may have, by the last part of their names."""
+_FLOAT_NAMES = ("norm.weight", "embed_tokens.weight")
+
+
+def _check_types(checkpoint: Checkpoint) -> None:
+    for name, kind in checkpoint.types.items():
+        wanted = _TYPES.get(name.rpartition(".")[2], ())
+        if name.endswith(_FLOAT_NAMES):
+            wanted = FLOAT_TYPES
+        if wanted and kind not in wanted:
+            raise CheckpointError(
+                f"{checkpoint.name}: {name} has dtype {kind}; {' or '.join(wanted)} is needed"
+            )
+
+
+def _check_floats(checkpoint: Checkpoint) -> None:
+    for name, kind in checkpoint.types.items():
         if kind not in FLOAT_TYPES:
             raise CheckpointError(
                 f"{checkpoint.name}: {name} has dtype {kind}, where floats"
-                f" ({', '.join(FLOAT_TYPES)}) are needed; config.json has no quantization_config"
+                f" ({', '.join(FLOAT_TYPES)}) are needed: config.json has no quantization_config"
                 " that says how to read it"
             )
