@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 READY := $(VENV)/.installed
 
-.PHONY: demo test check bench format venv kernels-aot kernels-full chaos fuzz soak
+.PHONY: demo test check bench bench-peers format venv kernels-aot kernels-full chaos fuzz soak
 
 venv: $(READY)
 
@@ -36,6 +36,10 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m headrace.worker.bench
+
+# Other engines, each in an environment of its own under ~/.cache/headrace/peers; hours at first.
+bench-peers: $(READY)
+	$(BIN)/python -m headrace.worker.bench --peers
 
 # Every kernel compiled for sm_75, sm_80 and sm_90 and compared with kernels/data/aot.tsv; no GPU.
 kernels-aot: $(READY)

@@ -16,6 +16,7 @@ from headrace.engine.planner.calibration import Point
 from headrace.worker.bench import (
     ablate,
     ablate_report,
+    beside_peers,
     load_cli,
     plots,
     report,
@@ -27,6 +28,7 @@ from headrace.worker.bench import (
 from headrace.worker.bench import measurement as calibrate
 from headrace.worker.bench.compare import table
 from headrace.worker.bench.machine import describe_cpu
+from headrace.worker.bench.peers.install import PEERS
 from headrace.worker.bench.subject import Subject, fast_dtype, load_subject
 from headrace.worker.options import BytesType
 
@@ -73,6 +75,20 @@ from headrace.worker.options import BytesType
 @click.option("--load", "mode", flag_value="load", help="Load test: percentiles, goodput, P99.")
 @click.option("--ablate", "mode", flag_value="ablate", help="What each technique is worth.")
 @click.option("--profile", "mode", flag_value="profile", help="Where a step's time goes.")
+@click.option("--peers", "mode", flag_value="peers", help="Beside other engines, each installed.")
+@click.option(
+    "--peer",
+    "chosen_peers",
+    multiple=True,
+    type=click.Choice([peer.name for peer in PEERS]),
+    help="--peers: only this one. May be repeated.",
+)
+@click.option(
+    "--install/--no-install",
+    "install_peers",
+    default=True,
+    help="--peers: make the environments that are missing.",
+)
 @load_cli.options
 @click.pass_context
 def main(
@@ -91,6 +107,8 @@ def main(
     kv_cache_memory: int | None,
     measurement: bool,
     mode: str | None,
+    chosen_peers: tuple[str, ...],
+    install_peers: bool,
     **of_load: Any,
 ) -> None:
     """Measure this machine, with your model and your prompts.
@@ -118,6 +136,13 @@ def main(
         report.write(out / "ablate.json", result)
         click.echo(ablate_report.table(result))
         plots.draw(ablate_report.plot, result, out / "ablate.png")
+        return
+    if mode == "peers":
+        wanted = [peer for peer in PEERS if not chosen_peers or peer.name in chosen_peers]
+        rows = beside_peers.run(subject, wanted, repeats, out, install=install_peers)
+        report.write(out / "peers.json", {**about, "repeats": repeats, "rows": rows})
+        click.echo(beside_peers.markdown_table(rows))
+        plots.draw(beside_peers.plot, rows, out / "peers.png")
         return
     if mode == "profile":
         _profile(subject, out)

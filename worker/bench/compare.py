@@ -21,13 +21,18 @@ import click
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """`argv` starts the child (the common options are appended); `dtype` as the system names it."""
+    """`argv` starts the child (the common options are appended); `dtype` as the system names it.
+
+    `model`: its own form of the model, None: that of all. `missing`: why it cannot run here.
+    """
 
     name: str
     dtype: str
     argv: tuple[str, ...]
     settings: dict[str, str] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
+    model: str | None = None
+    missing: str = ""
 
     @classmethod
     def module(cls, name: str, module: str, dtype: str, **settings: str) -> "System":
@@ -90,9 +95,13 @@ class Child:
 
     def __init__(self, system: System, model: str, workload: Path, threads: int, row: Row) -> None:
         self.row = row
+        self._process: subprocess.Popen[str] | None = None
+        if system.missing:
+            row.error = system.missing
+            return
         # Imported by the child; what it prints beside the protocol is kept for the error message.
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
-        argv = [*system.argv, "--model", model, "--workload", str(workload)]
+        argv = [*system.argv, "--model", system.model or model, "--workload", str(workload)]
         argv += ["--dtype", system.dtype, "--threads", str(threads)]
         for name, value in system.settings.items():
             argv += ["--set", f"{name}={value}"]
@@ -131,7 +140,7 @@ class Child:
     def _say(self, word: str) -> dict[str, Any] | None:
         if self.row.error:
             return None
-        if self._process.stdin is None:
+        if self._process is None or self._process.stdin is None:
             raise RuntimeError("the child was started without a pipe")
         try:
             self._process.stdin.write(word + "\n")
@@ -141,6 +150,8 @@ class Child:
         return self._read()
 
     def close(self) -> None:
+        if self._process is None:
+            return
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -151,7 +162,7 @@ class Child:
         self._stderr.close()
 
     def _read(self) -> dict[str, Any] | None:
-        if self._process.stdout is None:
+        if self._process is None or self._process.stdout is None:
             raise RuntimeError("the child was started without a pipe")
         line = self._process.stdout.readline()
         if line:
@@ -179,7 +190,8 @@ def compare(
     rows = [Row(s.name, workload, s.dtype, prompt_tokens=prompt_tokens) for s in systems]
     children = []
     for system, row in zip(systems, rows, strict=True):
-        click.echo(f"  loading {system.name} ({system.dtype})", err=True)
+        what = f"not run: {system.missing}" if system.missing else "loading"
+        click.echo(f"  {system.name} ({system.dtype}): {what}", err=True)
         children.append(Child(system, model, workload_path, threads, row))
     try:
         for child in children:

