@@ -13,7 +13,9 @@ if ARGV[4] == '1' and cursor > trimmed and call('EXISTS', KEYS[1]) == 1 then
   call('HSET', KEYS[1], 'trimmed', cursor)
   trimmed = cursor
 end
-local from = math.max(cursor, trimmed)
+-- A cursor beyond the list: Redis has lost writes (a fail-over, a restart), and jobs that had ended
+-- will end again. What follows the list's end now is all that the reader has yet to see.
+local from = math.max(math.min(cursor, trimmed + call('LLEN', KEYS[2])), trimmed)
 local ids = call('LRANGE', KEYS[2], from - trimmed, from - trimmed + most - 1)
 local reply = { from + #ids }
 for _, id in ipairs(ids) do
