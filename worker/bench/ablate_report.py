@@ -54,6 +54,11 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     gains.axvline(1.0, color="black", linewidth=0.8)
     gains.set(xscale="log", xlabel="gain (times better than without)")
     gains.tick_params(axis="y", labelsize=7)
+    top = max((row["gain"] for row in rows), default=1.0)
+    low = min((row["gain"] for row in rows), default=1.0)
+    ticks = [2.0**power for power in range(-4, 12) if low / 2 <= 2.0**power <= 2 * top]
+    gains.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    gains.minorticks_off()
     gains.invert_yaxis()
     lengths = [found["length"] for found in result["attention"]]
     for axis, unit, factor, name in ((times, "ms", 1e3, "s"), (memory, "MiB", 2**-20, "bytes")):
@@ -66,6 +71,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
             if points:
                 axis.plot(*zip(*points, strict=True), marker="o", label=label)
         axis.set(xscale="log", yscale="log", xlabel="tokens of prompt", ylabel=unit)
+        axis.set_xticks(lengths, [str(length) for length in lengths])
+        axis.minorticks_off()
         axis.legend()
     times.set_title("attention of one layer: time")
     memory.set_title("memory beyond its inputs")
