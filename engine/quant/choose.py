@@ -59,7 +59,7 @@ def choose_scheme(
     return scheme
 
 
-PACKED_ABOVE = 512 << 20
+PACKED_ABOVE = 1 << 30
 """Bytes of float32 weights up to which a GGUF file is run as floats when nothing is asked for: a
 small model is several times faster so; `gguf` keeps its blocks."""
 
