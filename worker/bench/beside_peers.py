@@ -58,8 +58,9 @@ def run(
 ) -> list[dict[str, Any]]:
     """One row a system, dtype and workload, in the form of peers.json."""
     ours = []
+    pool: Any = subject.options.get("kv_cache_memory_bytes")
     for dtype in subject.dtypes:
-        ours += [s for s in side_by_side.systems(dtype) if s.name.startswith("headrace")]
+        ours += [s for s in side_by_side.systems(dtype, pool) if s.name.startswith("headrace")]
     others = peer_systems(peers, subject, install_missing=install)
     rows: list[dict[str, Any]] = []
     for name, requests in subject.work.items():

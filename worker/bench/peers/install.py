@@ -8,8 +8,10 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +19,7 @@ from pathlib import Path
 TORCH = "torch==2.13.0"
 _MARK = "installed"
 _HOURS = 2
+_NOT_COPIED = (".*", "build", "tests", "deploy", "__pycache__", "*.egg-info")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,11 @@ def install(peer: Peer, cache: Path) -> Path:
         wanted = filtered(_requirements(python, package), peer.without)
         if wanted:
             _run([*pip, *wanted])
-    _run([*pip, "--no-deps", str(root)])
+    # From a copy: building in the checkout would leave a build folder that later wheels pick up.
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary) / "headrace"
+        shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+        _run([*pip, "--no-deps", str(copy)])
     (cache / peer.name / _MARK).touch()
     return python
 
