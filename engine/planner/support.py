@@ -10,9 +10,19 @@ from headrace.engine.planner.shapes import ModelShape
 TENSOR_PARALLEL = False
 VENDORS = frozenset({"cpu"})
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
-SCHEMES = frozenset({"fp32", "fp16", "bf16"})
+_GROUPS = (0, 32, 64, 128)
 FREES_OUTSIDE_WINDOWS = False
 """Whether KV that a sliding window has passed is given back."""
+
+
+def runs_scheme(scheme: Scheme) -> bool:
+    """Whether `engine/quant` holds weights so: made at load (float, channel, group, bnb4) or read
+    from a checkpoint (all of them)."""
+    if scheme.kind == "group":
+        return scheme.bits in (3, 4) and scheme.group in _GROUPS
+    if scheme.kind in ("gptq", "awq"):
+        return scheme.group % 32 == 0
+    return True
 
 
 def not_runnable(
@@ -22,9 +32,8 @@ def not_runnable(
     missing = []
     if tensor_parallel > 1 and not TENSOR_PARALLEL:
         missing.append("tensor parallelism is not yet runnable")
-    if scheme.name not in SCHEMES:
-        what = "packed GGUF weights are" if scheme.kind == "gguf" else f"{scheme.name} weights are"
-        missing.append(f"{what} not yet runnable")
+    if not runs_scheme(scheme):
+        missing.append(f"{scheme.name} weights are not yet runnable")
     if shape.model_type not in MODEL_TYPES:
         missing.append(f"{shape.model_type} models are not yet runnable")
     short = min((w for w in shape.windows if w is not None), default=length)
