@@ -79,6 +79,7 @@ class ModelRunner:
             (
                 *(checkpoint.fingerprint, self.dtype, self.quantization),
                 *(backend.name, f"torch{torch.__version__}"),
+                *(() if config.kv_cache_dtype == "auto" else (f"kv-{config.kv_cache_dtype}",)),
             )
         )
         self._decoder = decoder

@@ -76,7 +76,18 @@ _LOOP = LoopSettings()
     default="auto",
 )
 @option("--device", env="DEVICE", default="auto")
-@option("--quantization", env="QUANTIZATION")
+@option(
+    "--quantization",
+    env="QUANTIZATION",
+    help="Weights: int8-dynamic, int8, int4-g64, nf4, ...; default: as the checkpoint stores them.",
+)
+@option(
+    "--kv-cache-dtype",
+    env="KV_CACHE_DTYPE",
+    type=click.Choice(["auto", "int8", "fp8"]),
+    default=_ENGINE.kv_cache_dtype,
+    help="Keys and values in 8 bits, with a scale for each token and head.",
+)
 @option("--block-size", env="BLOCK_SIZE", type=click.IntRange(1), default=_ENGINE.block_size)
 @option(
     "--prefix-caching/--no-prefix-caching", env="PREFIX_CACHING", default=True, help="Prefix cache."
@@ -158,6 +169,7 @@ def make_config(chosen: dict[str, Any]) -> WorkerConfig:
         dtype=chosen["dtype"],
         device=chosen["device"],
         quantization=chosen["quantization"],
+        kv_cache_dtype=chosen["kv_cache_dtype"],
         max_model_len=chosen["max_model_len"],
         max_num_seqs=chosen["max_num_seqs"],
         max_num_batched_tokens=chosen["max_num_batched_tokens"],

@@ -13,6 +13,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.errors import EngineError
 from headrace.engine.layers.backend import Backend, LayerKV
 from headrace.engine.models.config import ModelConfig
+from headrace.engine.quant.kv import SCALE_BYTES, is_quantized, kv_dtype
 
 _CPU_DEFAULT_BYTES = 4 << 30  # a CPU's memory is everybody's; the flag gives more
 
@@ -38,8 +39,13 @@ def allocate(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KVCache:
-    """Allocate the pool: `kv_cache_memory_bytes` when given, else the measured share."""
-    per_block = config.block_size * model.kv_bytes_per_token(dtype.itemsize)
+    """Allocate the pool: `kv_cache_memory_bytes` when given, else the measured share. `dtype`: what
+    the backend computes in; `kv_cache_dtype` may choose a narrower one."""
+    dtype = kv_dtype(config.kv_cache_dtype, dtype)
+    per_token = model.kv_bytes_per_token(dtype.itemsize)
+    if is_quantized(dtype):
+        per_token += 2 * model.num_layers * model.num_kv_heads * SCALE_BYTES
+    per_block = config.block_size * per_token
     budget = config.kv_cache_memory_bytes
     if budget is None:
         budget = measured_bytes(config.gpu_memory_utilization, device)

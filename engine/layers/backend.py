@@ -54,10 +54,13 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class LayerKV:
-    """Keys and values of one layer; the layout is the backend's own."""
+    """Keys and values of one layer; the layout is the backend's own. Where they are held in 8 bits,
+    each token's head has a scale, float32."""
 
     key: Tensor
     value: Tensor
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -77,7 +80,7 @@ class Backend(Protocol):
     def allocate_kv(
         self, config: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> list[LayerKV]:
-        """Zeroed blocks of every layer."""
+        """Zeroed blocks of every layer; `dtype` may be int8 or float8_e4m3fn, with scales."""
         ...
 
     def prepare(self, metadata: AttentionMetadata) -> Any: ...

@@ -21,6 +21,7 @@ from headrace.engine.layers.cpu_simd import LANES
 from headrace.engine.layers.openmp import launcher
 from headrace.engine.layers.rope import rope_table
 from headrace.engine.models.config import ModelConfig
+from headrace.engine.quant.kv import is_quantized, kernel_kind
 
 _TILE_ROWS = 48
 """Query rows (tokens times heads of a group) that share one pass over the keys."""
@@ -80,8 +81,12 @@ class CpuBackend:
         def pool(*shape: int) -> Tensor:
             return lazy_zeros((num_blocks, heads, *shape), dtype)
 
+        def scales() -> Tensor | None:
+            shape = (num_blocks, heads, block_size)
+            return lazy_zeros(shape, torch.float32) if is_quantized(dtype) else None
+
         return [
-            LayerKV(pool(head_dim, block_size), pool(block_size, head_dim))
+            LayerKV(pool(head_dim, block_size), pool(block_size, head_dim), scales(), scales())
             for _ in range(config.num_layers)
         ]
 
@@ -136,6 +141,7 @@ class CpuBackend:
             0 if norms is None else norms.key.data_ptr(),
             self._eps,
             _grain(tokens),
+            *_quantization(kv),
         )
         return qkv
 
@@ -167,6 +173,7 @@ class CpuBackend:
                 window or 0,
                 self._scratch.data_ptr(),
                 self._scratch_stride,
+                *_quantization(kv),
             )
         return out
 
@@ -245,6 +252,13 @@ class CpuBackend:
             tiles.append(fields)
             first += total
         return _Tiles(np.concatenate(tiles), np.concatenate(tokens))
+
+
+def _quantization(kv: LayerKV) -> tuple[int, int, int]:
+    """Kind of the keys and values, and where their scales lie."""
+    if kv.key_scale is None or kv.value_scale is None:
+        return 0, 0, 0
+    return kernel_kind(kv.key.dtype), kv.key_scale.data_ptr(), kv.value_scale.data_ptr()
 
 
 def _grain(rows: int) -> int:

@@ -5,13 +5,9 @@ threads of one launch claim work. `layers.cpu_backend` fills the arguments. Keys
 [block, kv_head, head_dim, block_size], values [block, kv_head, block_size, head_dim].
 """
 
-import os
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import numba
 from numba import carray, cfunc, njit
 
 from headrace.engine.layers.cpu_simd import (
@@ -30,21 +26,10 @@ from headrace.engine.layers.cpu_simd import (
     score_tiles,
     softmax_step,
 )
+from headrace.engine.layers.kernel_cache import choose_cache_folder
+from headrace.engine.quant.kv_kernels import load_keys, load_values, store_head
 
-
-def _ensure_cache_folder() -> None:
-    """numba caches compiled code beside this file or in the user's cache folder and refuses to
-    compile where it may write to neither; a private temporary folder serves then (compiled anew by
-    each process)."""
-    beside = Path(__file__).parent
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    candidates = (beside / "__pycache__", beside, home, home.parent)
-    first_existing = [path for path in candidates if path.is_dir()]
-    if not numba.config.CACHE_DIR and not any(os.access(p, os.W_OK) for p in first_existing):
-        numba.config.CACHE_DIR = tempfile.mkdtemp(prefix="headrace-kernels-")
-
-
-_ensure_cache_folder()
+choose_cache_folder()
 
 # Only what lets a sum be vectorized: numba puts these flags on every instruction, and more of them
 # would undo exp2's rounding trick and hide NaN.
@@ -74,7 +59,8 @@ START, SAVE, RESUME = 0, 1, 2
 def scratch_floats(rows: int, head_dim: int, chunk: int = CHUNK) -> int:
     """float32 entries of work space that one thread of the attention kernel needs."""
     addresses = 2 * 2 * (chunk // LANES)  # two lists of int64
-    return rows * (2 * head_dim + chunk + 2) + addresses + 2 * LANES
+    unpacked = 2 * chunk * head_dim  # keys and values that are held in 8 bits
+    return rows * (2 * head_dim + chunk + 2) + addresses + unpacked + 2 * LANES
 
 
 @njit(inline="always", fastmath={"contract", "reassoc", "nsz"})
@@ -144,14 +130,15 @@ def _normalize(head: Any, weight: Any, size: Any, eps: Any) -> None:
 @cfunc(_SIGNATURE, **_SUMS)
 def rope_and_store(args: Any) -> None:
     """args: counter, qkv, tokens, heads, kv heads, head_dim, cos, sin, positions, slots, keys,
-    values, block size, query scale, query norm (0: none), key norm, eps, tokens a claim.
+    values, block size, query scale, query norm (0: none), key norm, eps, tokens a claim, kind of
+    keys and values (0 float32, else as `quant.kv_kernels` numbers them), key scales, value scales.
 
     Queries are rotated in place and scaled for base-2 softmax.
     """
-    a = carray(args, (18,))
+    a = carray(args, (21,))
     counter, qkv, tokens, heads, kv_heads, head_dim = a[0], a[1], a[2], a[3], a[4], a[5]
     cos_at, sin_at, keys, values, block_size = a[6], a[7], a[10], a[11], a[12]
-    scale, eps, grain = as_float(a[13]), as_float(a[16]), a[17]
+    scale, eps, grain, kind = as_float(a[13]), as_float(a[16]), a[17], a[18]
     positions = carray(integers_at(a[8]), (tokens,))
     slots = carray(integers_at(a[9]), (tokens,))
     half = head_dim // 2
@@ -179,6 +166,14 @@ def rope_and_store(args: Any) -> None:
                     _normalize(head, key_norm, head_dim, eps)
                 _rotate(head, cos, sin, half, 1.0)
                 place = (block * kv_heads + g) * head_dim * block_size
+                if kind != 0:
+                    at = 4 * ((block * kv_heads + g) * block_size + offset)
+                    key = row + 4 * (heads + g) * head_dim
+                    store_head(key, head_dim, kind, keys + place + offset, block_size, a[19] + at)
+                    value = key + 4 * kv_heads * head_dim
+                    to = values + place + offset * head_dim
+                    store_head(value, head_dim, kind, to, 1, a[20] + at)
+                    continue
                 columns = carray(
                     floats_at(keys + 4 * (place + offset)), ((head_dim - 1) * block_size + 1,)
                 )
@@ -275,20 +270,23 @@ _mix_narrow = _mix_rows(MIX_TILES, mix_tiles(1))
 def paged_attention(args: Any) -> None:
     """args: counter, thread counter, query (row 0), its token stride, out, state, tiles, number of
     tiles, tokens, positions, block tables, table stride, keys, values, heads, kv heads, head_dim,
-    block size, window (0: none), scratch, scratch stride.
+    block size, window (0: none), scratch, scratch stride, kind of keys and values (see
+    rope_and_store), key scales, value scales.
 
     A piece of work is one tile of queries and one kv head: the rows are its tokens' query heads of
     that group. Keys are taken CHUNK at a time with an online softmax, whose state (maximum and sum
     a row, the unscaled output in `out`) may be saved by one launch and resumed by the next: that is
     how attention to a shared prefix is merged with attention to a sequence's own keys.
     """
-    a = carray(args, (21,))
+    a = carray(args, (24,))
     counter, query_at, query_stride, out_at, state_at = a[0], a[2], a[3], a[4], a[5]
     num_tiles, table_stride, keys_at, values_at = a[7], a[11], a[12], a[13]
     heads, kv_heads, head_dim, block_size, window = a[14], a[15], a[16], a[17], a[18]
     tiles = carray(integers_at(a[6]), (num_tiles, TILE_FIELDS))
     group = heads // kv_heads
     block_floats = head_dim * block_size
+    kind = a[21]
+    key_stride = block_size if kind == 0 else LANES
 
     scratch = a[19] + 4 * a[20] * claim(a[1])
     key_list_at = scratch
@@ -311,6 +309,8 @@ def paged_attention(args: Any) -> None:
         local_query = scores_at + 4 * rows * CHUNK
         local_out = local_query + 4 * rows * head_dim
         local_state = local_out + 4 * rows * head_dim
+        unpacked_keys = local_state + 8 * rows
+        unpacked_values = unpacked_keys + 4 * CHUNK * head_dim
 
         for i in range(count):
             for h in range(group):
@@ -349,6 +349,19 @@ def paged_attention(args: Any) -> None:
                 block = table[at // block_size]
                 part = at % block_size // LANES
                 base = (block * kv_heads + g) * block_floats
+                if kind != 0:
+                    key_list[v] = unpacked_keys + 4 * v * LANES * head_dim
+                    value_list[v] = unpacked_values + 4 * v * LANES * head_dim
+                    scales = 4 * ((block * kv_heads + g) * block_size + part * LANES)
+                    load_keys(
+                        keys_at + base + part * LANES, block_size, head_dim, kind,
+                        a[22] + scales, key_list[v],
+                    )  # fmt: skip
+                    load_values(
+                        values_at + base + part * LANES * head_dim, LANES, head_dim, kind,
+                        a[23] + scales, value_list[v],
+                    )  # fmt: skip
+                    continue
                 key_list[v] = keys_at + 4 * (base + part * LANES)
                 value_list[v] = values_at + 4 * (base + part * LANES * head_dim)
                 if rows <= PREFETCH_ROWS:
@@ -356,13 +369,13 @@ def paged_attention(args: Any) -> None:
             v = 0
             while v + SCORE_BLOCKS <= vectors:
                 _scores_wide(
-                    rows, local_query, key_list_at + 8 * v, block_size, head_dim,
+                    rows, local_query, key_list_at + 8 * v, key_stride, head_dim,
                     scores_at + 4 * v * LANES, CHUNK,
                 )  # fmt: skip
                 v += SCORE_BLOCKS
             while v < vectors:
                 _scores_narrow(
-                    rows, local_query, key_list_at + 8 * v, block_size, head_dim,
+                    rows, local_query, key_list_at + 8 * v, key_stride, head_dim,
                     scores_at + 4 * v * LANES, CHUNK,
                 )  # fmt: skip
                 v += 1
@@ -382,7 +395,7 @@ def paged_attention(args: Any) -> None:
                         total = carray(floats_at(local_out + 4 * row * head_dim), (head_dim,))
                         for d in range(head_dim):
                             total[d] *= shrink
-            if rows <= PREFETCH_ROWS and begin + CHUNK < end:
+            if kind == 0 and rows <= PREFETCH_ROWS and begin + CHUNK < end:
                 for v in range((min(CHUNK, end - begin - CHUNK) + LANES - 1) // LANES):
                     at = begin + CHUNK + v * LANES
                     base = (table[at // block_size] * kv_heads + g) * block_floats

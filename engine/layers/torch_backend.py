@@ -16,6 +16,7 @@ from torch.nn import functional
 from headrace.engine.layers.backend import AttentionMetadata, HeadNorms, LayerKV, lazy_zeros
 from headrace.engine.layers.rope import rope_table
 from headrace.engine.models.config import ModelConfig
+from headrace.engine.quant.kv import dequantize_heads, is_quantized, quantize_heads
 
 _GATHER_BYTES = 1 << 28  # most bytes of keys that one gather copies
 
@@ -62,12 +63,18 @@ class TorchBackend:
     ) -> list[LayerKV]:
         shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
 
-        def pool() -> Tensor:
+        def pool(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
             if self._device.type == "cpu":
                 return lazy_zeros(shape, dtype)
             return torch.zeros(shape, dtype=dtype, device=self._device)
 
-        return [LayerKV(pool(), pool()) for _ in range(config.num_layers)]
+        def layer() -> LayerKV:
+            if not is_quantized(dtype):
+                return LayerKV(pool(shape, dtype), pool(shape, dtype))
+            scales = [pool(shape[:-1], torch.float32) for _ in range(2)]
+            return LayerKV(pool(shape, dtype), pool(shape, dtype), *scales)
+
+        return [layer() for _ in range(config.num_layers)]
 
     def prepare(self, metadata: AttentionMetadata) -> TorchPlan:
         num_rows = len(metadata.context_lens)
@@ -110,8 +117,8 @@ class TorchBackend:
             key = self.rms_norm(key, norms.key, config.rms_norm_eps)
         cos = self._cos[plan.positions].unsqueeze(1)
         sin = self._sin[plan.positions].unsqueeze(1)
-        kv.key.flatten(0, 1).index_copy_(0, plan.slots, _rotated(key, cos, sin))
-        kv.value.flatten(0, 1).index_copy_(0, plan.slots, value.contiguous())
+        _store(kv.key, kv.key_scale, plan.slots, _rotated(key, cos, sin))
+        _store(kv.value, kv.value_scale, plan.slots, value.contiguous())
         return _rotated(query, cos, sin)
 
     def attention(self, query: Tensor, kv: LayerKV, plan: TorchPlan, window: int | None) -> Tensor:
@@ -120,13 +127,13 @@ class TorchBackend:
         lse = query.new_full(query.shape[:2], -torch.inf, dtype=torch.float32)
         if use_prefixes:
             for tokens, blocks in plan.prefixes:
-                keys = kv.key[blocks].flatten(0, 1).unsqueeze(0)
-                values = kv.value[blocks].flatten(0, 1).unsqueeze(0)
+                keys = _gathered(kv.key, kv.key_scale, blocks).flatten(0, 1).unsqueeze(0)
+                values = _gathered(kv.value, kv.value_scale, blocks).flatten(0, 1).unsqueeze(0)
                 part, part_lse = self._attend(query[tokens].unsqueeze(0), keys, values, None)
                 out[tokens], lse[tokens] = part[0].to(out.dtype), part_lse[0]
         for bucket in plan.own if use_prefixes else plan.whole:
-            keys = kv.key[bucket.blocks].flatten(1, 2)
-            values = kv.value[bucket.blocks].flatten(1, 2)
+            keys = _gathered(kv.key, kv.key_scale, bucket.blocks).flatten(1, 2)
+            values = _gathered(kv.value, kv.value_scale, bucket.blocks).flatten(1, 2)
             mask = self._visible(bucket, plan.positions, keys.shape[1], window)
             stale = self._stale(bucket, keys.shape[1])  # may hold anything, NaN included
             values = values.masked_fill(stale[:, :, None, None], 0)
@@ -201,6 +208,24 @@ class TorchBackend:
 
     def _tensor(self, values: NDArray[np.signedinteger]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64)).to(self._device)
+
+
+def _store(pool: Tensor, scales: Tensor | None, slots: Tensor, heads: Tensor) -> None:
+    """Heads [tokens, kv_heads, head_dim] to their slots of a pool, in 8 bits if it has scales."""
+    if scales is None:
+        pool.flatten(0, 1).index_copy_(0, slots, heads)
+        return
+    values, found = quantize_heads(heads, pool.dtype)
+    # As bytes, because torch indexes no float8.
+    pool.view(torch.uint8).flatten(0, 1).index_copy_(0, slots, values.view(torch.uint8))
+    scales.flatten(0, 1).index_copy_(0, slots, found)
+
+
+def _gathered(pool: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
+    if scales is None:
+        return pool[blocks]
+    values = pool.view(torch.uint8)[blocks].view(pool.dtype)
+    return dequantize_heads(values, scales[blocks])
 
 
 def merge_attention(

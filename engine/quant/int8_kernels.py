@@ -10,15 +10,13 @@ import numpy as np
 from numba import carray
 
 from headrace.engine.layers.cpu_simd import as_float, claim
-from headrace.engine.quant.simd import bytes_at, float_of, floats_at, words_at
+from headrace.engine.quant.simd import bytes_at, float_of, floats_at, nearest, words_at
 
-# No fast math: the rounding trick must survive, and products are rounded as torch rounds them.
+# No fast math: products are rounded as torch rounds them.
 OPTIONS: dict[str, Any] = {"cache": True, "error_model": "numpy"}
 
 _MAGNITUDE = 0x7FFFFFFF
 _INFINITY = 0x7F800000
-# 1.5 * 2**23: adding and taking it away rounds to an integer, halves to even (float32 all along).
-_ROUND = np.float32(12582912.0)
 _ZERO_POINT = np.float32(128.0)
 _HIGHEST = np.float32(255.0)
 _TINY = np.float32(1e-30)
@@ -59,7 +57,7 @@ def quantize_rows(args: Any) -> None:
                 continue
             inverse = levels / peak
             for i in range(size):
-                value = (source[i] * inverse + _ROUND) - _ROUND + _ZERO_POINT
+                value = nearest(source[i] * inverse) + _ZERO_POINT
                 target[i] = int(min(value, _HIGHEST))
 
 

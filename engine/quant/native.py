@@ -30,6 +30,9 @@ def kernel(module: str, name: str) -> Kernel | None:
     except ImportError:
         logger.warning("numba is missing: quantized layers run in plain torch, which is slower")
         return None
+    from headrace.engine.layers.kernel_cache import choose_cache_folder
+
+    choose_cache_folder()
     found = importlib.import_module(f"headrace.engine.quant.{module}")
     compiled = cfunc("void(CPointer(int64))", **found.OPTIONS)(getattr(found, name))
 

@@ -8,6 +8,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+LANES = 16
+_I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_BYTES, _INTS = ir.VectorType(_I8, LANES), ir.VectorType(_I32, LANES)
+_VECTOR = ir.VectorType(_F32, LANES)
+_HAS_PERMUTE = bool(llvm.get_host_cpu_features().get("avx512f", False))
+
 
 def _opaque(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """The address as a value that LLVM knows nothing about.
@@ -56,6 +62,18 @@ def float_of(typing_context: Any, pattern: Any) -> Any:
 
 
 @intrinsic
+def nearest(typing_context: Any, x: Any) -> Any:
+    """The float32 rounded to an integer, halves to even, whatever fast math the caller allows."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        kind = ir.FunctionType(_F32, [_F32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.rint.f32")
+        return builder.call(function, args)
+
+    return types.float32(types.float32), codegen
+
+
+@intrinsic
 def byte_at(typing_context: Any, address: Any) -> Any:
     """The unsigned byte at an address."""
 
@@ -101,13 +119,6 @@ def bfloat_at(typing_context: Any, address: Any) -> Any:
         return builder.bitcast(builder.shl(wide, ir.Constant(wide.type, 16)), ir.FloatType())
 
     return types.float32(types.int64), codegen
-
-
-LANES = 16
-_I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_BYTES, _INTS = ir.VectorType(_I8, LANES), ir.VectorType(_I32, LANES)
-_VECTOR = ir.VectorType(_F32, LANES)
-_HAS_PERMUTE = bool(llvm.get_host_cpu_features().get("avx512f", False))
 
 
 def _splat(builder: ir.IRBuilder, scalar: ir.Value) -> ir.Value:
@@ -282,35 +293,64 @@ def decode_table(
     return types.void(*kinds), codegen
 
 
-@intrinsic
-def decode_fp8(typing_context: Any, out: Any, scale: Any, source: Any) -> Any:
-    """out[:16] = the 16 float8_e4m3fn at `source`, times scale.
+def _fp8_values(builder: ir.IRBuilder, source: ir.Value) -> ir.Value:
+    """The 16 float8_e4m3fn at an address as float32.
 
     Their exponent and mantissa, moved to float32's place, are too small by 2^120 (the difference of
     the biases, 127 - 7), subnormals included. 0x7F is NaN.
     """
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
-        def every(value: int) -> ir.Constant:
-            return ir.Constant(_INTS, [value] * LANES)
+    def every(value: int) -> ir.Constant:
+        return ir.Constant(_INTS, [value] * LANES)
 
+    loaded = builder.load(_pointer(builder, source, _BYTES))
+    loaded.align = 1
+    wide = builder.zext(loaded, _INTS)
+    magnitude = builder.and_(wide, every(0x7F))
+    sign = builder.shl(builder.and_(wide, every(0x80)), every(24))
+    pattern = builder.or_(builder.shl(magnitude, every(20)), sign)
+    raised = ir.Constant(_VECTOR, [2.0**120] * LANES)
+    values = builder.fmul(builder.bitcast(pattern, _VECTOR), raised)
+    nan = ir.Constant(_VECTOR, [float("nan")] * LANES)
+    return builder.select(builder.icmp_unsigned("==", magnitude, every(0x7F)), nan, values)
+
+
+def _store_product(
+    builder: ir.IRBuilder, values: ir.Value, factors: ir.Value, out: ir.Value
+) -> None:
+    result = builder.fmul(values, factors)
+    builder.store(result, _pointer(builder, out, _VECTOR)).align = 4
+
+
+@intrinsic
+def decode_fp8(typing_context: Any, out: Any, scale: Any, source: Any) -> Any:
+    """out[:16] = the 16 float8_e4m3fn at `source`, times scale."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
         out, scale, source = args
-        loaded = builder.load(_pointer(builder, source, _BYTES))
-        loaded.align = 1
-        wide = builder.zext(loaded, _INTS)
-        magnitude = builder.and_(wide, every(0x7F))
-        sign = builder.shl(builder.and_(wide, every(0x80)), every(24))
-        pattern = builder.or_(builder.shl(magnitude, every(20)), sign)
-        values = builder.fmul(
-            builder.bitcast(pattern, _VECTOR), ir.Constant(_VECTOR, [2.0**120] * LANES)
-        )
-        nan = ir.Constant(_VECTOR, [float("nan")] * LANES)
-        values = builder.select(builder.icmp_unsigned("==", magnitude, every(0x7F)), nan, values)
-        result = builder.fmul(values, _splat(builder, scale))
-        builder.store(result, _pointer(builder, out, _VECTOR)).align = 4
+        _store_product(builder, _fp8_values(builder, source), _splat(builder, scale), out)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.float32, types.int64), codegen
+
+
+@intrinsic
+def decode_lanes(typing_context: Any, out: Any, scales: Any, source: Any, kind: Any) -> Any:
+    """out[i] = source[i] * scales[i] for 16 values, int8 (kind 1) or float8_e4m3fn (2)."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
+        out, scales, source, kind = args
+        factors = builder.load(_pointer(builder, scales, _VECTOR))
+        factors.align = 4
+        loaded = builder.load(_pointer(builder, source, _BYTES))
+        loaded.align = 1
+        integers = builder.sitofp(builder.sext(loaded, _INTS), _VECTOR)
+        is_integer = builder.icmp_unsigned("==", kind, ir.Constant(_I64, 1))
+        values = builder.select(is_integer, integers, _fp8_values(builder, source))
+        _store_product(builder, values, factors, out)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), codegen
 
 
 @intrinsic
