@@ -21,7 +21,7 @@ from headrace.engine.engine import Engine
 from headrace.producer import Client
 from headrace.worker.source import FinishCode
 
-WORKER = ("--lease-seconds", "2", "--checkpoint-every", "16", "--max-num-seqs", "16")
+WORKER = ("--lease-seconds", "3", "--checkpoint-every", "16", "--max-num-seqs", "16")
 JOBS: dict[str, dict[str, Any]] = {
     f"job-{i}": {"prompt": [65 + i] * 4, "max_tokens": 150, "seed": i, "ignore_eos": True}
     for i in range(8)

@@ -67,7 +67,7 @@ def load(options: Options) -> tuple[str, Runner]:
             cursor = done.cursor
             results.update(done.items)
             if not done.items:
-                time.sleep(0.005)
+                time.sleep(0.05)
         seconds = time.perf_counter() - started
         for process in psutil.Process().children(recursive=True):
             try:
