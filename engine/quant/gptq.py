@@ -175,9 +175,9 @@ def zero_point_version(samples: Mapping[str, GPTQConfig], source: TensorSource, 
         for version in offsets:
             zeros = unpack_zeros(source.load(f"{part}.qzeros"), bits, version).float()
             offsets[version] += float((totals / counts - zeros).mean())
-    distance = {version: abs(offset) for version, offset in offsets.items()}
+    distance = {version: abs(offset) / len(samples) for version, offset in offsets.items()}
     found = min(distance, key=lambda version: distance[version])
-    if abs(distance[1] - distance[2]) < 0.25 * len(samples):
+    if distance[found] > 0.4 or abs(distance[1] - distance[2]) < 0.3:
         return label  # the weights do not say
     if found != label:
         logger.warning(
