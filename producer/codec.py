@@ -116,7 +116,7 @@ def decode_result(job_id: str, text: bytes) -> Result:
     """A Result from `encode_result`'s JSON."""
     try:
         fields = orjson.loads(text)
-        return Result.model_validate({"job_id": job_id, **fields})
+        return Result.model_validate({**fields, "job_id": job_id})
     except (orjson.JSONDecodeError, ValidationError, TypeError) as error:
         raise PayloadError("invalid_result", f"job {job_id} has an unreadable result") from error
 

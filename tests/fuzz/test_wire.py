@@ -172,6 +172,7 @@ _ENTRY = st.dictionaries(
 
 @hostile.cases(0.05)
 @given(entry=_ENTRY)
+@example(entry={b"return_value": base64.b64encode(b'{"job_id":"another"}')})
 def test_a_stored_result_is_read_or_a_typed_error(entry: dict[bytes, bytes]) -> None:
     with hostile.watched():
         try:
