@@ -10,6 +10,9 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 class EngineConfig:
     """Settings as users of vLLM know them.
 
+    `device`: auto (a CUDA device if there is one), cpu, cuda or cuda:N. On CUDA `enforce_eager`
+    captures no graphs, and `async_scheduling` launches a step before the tokens of the one before
+    are read.
     `dtype` auto: the checkpoint's 16-bit type where the device multiplies it natively (on a CPU:
     avx512_bf16 or AMX), else float32. `kv_cache_memory_bytes` None: measured, a share
     (`gpu_memory_utilization`) of what is free after the weights are loaded. `num_threads` None:
@@ -34,6 +37,7 @@ class EngineConfig:
     deduplicate: bool = True
     deterministic: bool = False
     enforce_eager: bool = False
+    async_scheduling: bool = True
     tensor_parallel_size: int = 1
     num_threads: int | None = None
     max_prefix_delay: int = 64

@@ -9,7 +9,7 @@ knows Redis, queues or jobs.
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headrace.engine.batch import Runner, SampledTokens, ScheduledBatch, StepHandle
 from headrace.engine.config import EngineConfig
@@ -22,6 +22,9 @@ from headrace.engine.sequence import FinishReason, Sequence, SequenceStatus
 from headrace.engine.stats import StepOutput, StepStats
 from headrace.engine.stopping import StopChecker
 from headrace.engine.twins import Twins, copy_answer
+
+if TYPE_CHECKING:  # torch is loaded with a model, not before
+    from headrace.engine.runner import ModelRunner
 
 
 class EngineTokenizer(Protocol):
@@ -97,7 +100,18 @@ class Engine:
         from headrace.engine.tokenizer import load_tokenizer
 
         tokenizer = load_tokenizer(resolve_model(config.model))
-        runner = load_runner(config)
+        return cls.of(config, load_runner(config), tokenizer, tokenizer.eos_token_ids)
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        runner: "ModelRunner",
+        tokenizer: EngineTokenizer,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> "Engine":
+        """An engine around a runner that is loaded already (`runner.build_runner` makes one of a
+        checkpoint in memory). `eos_token_ids`: the tokenizer's, beside the checkpoint's own."""
         limits = EngineLimits(
             max_model_len=min(runner.max_model_len, runner.num_blocks * runner.block_size),
             max_num_seqs=config.max_num_seqs,
@@ -113,14 +127,14 @@ class Engine:
             BlockManager(limits.num_blocks, limits.block_size, config.enable_prefix_caching),
             group_prefixes=config.enable_shared_prefix_attention,
         )
-        eos = (*runner.eos_token_ids, *tokenizer.eos_token_ids)
         return cls(
             scheduler,
             runner,
             tokenizer,
             limits,
-            eos_token_ids=tuple(dict.fromkeys(eos)),
+            eos_token_ids=tuple(dict.fromkeys((*runner.eos_token_ids, *eos_token_ids))),
             deduplicate=config.deduplicate,
+            steps_in_flight=runner.steps_in_flight,
             model_name=runner.model_name,
             fingerprint=runner.fingerprint,
             default_sampling=runner.default_sampling,

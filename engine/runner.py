@@ -74,6 +74,7 @@ class ModelRunner:
         self.dtype = str(dtype).removeprefix("torch.")
         self.quantization = decoder.quantization
         self.backend_name = backend.name
+        self.steps_in_flight = 0
         self.kv_cache_bytes = cache.bytes_per_block * (cache.num_blocks + 1)
         self.fingerprint = "-".join(
             (
@@ -177,13 +178,18 @@ def load_runner(config: EngineConfig) -> ModelRunner:
 
     CheckpointError: the model's files; EngineError: a setting that this machine cannot serve.
     """
+    return build_runner(config, open_checkpoint(resolve_model(config.model)))
+
+
+def build_runner(config: EngineConfig, checkpoint: Checkpoint) -> ModelRunner:
+    """A runner for a checkpoint that is open already, `loading.random_weights` makes one without
+    files; `config.model` only names it. Errors as in `load_runner`."""
     device = _device(config)
     if config.tensor_parallel_size != 1:
         raise EngineError("tensor_parallel_size above 1 is not supported")
     if config.deterministic:
         raise EngineError("deterministic=True is not supported on this device")
     torch.set_num_threads(config.num_threads or available_threads())
-    checkpoint = open_checkpoint(resolve_model(config.model))
     model = checkpoint.config
     dtype = choose_dtype(config.dtype, model.dtype)
     max_model_len = config.max_model_len or model.max_position_embeddings
@@ -220,8 +226,11 @@ def choose_backend(
     device: torch.device,
 ) -> Backend:
     """The compiled CPU kernels where they take the shapes and numba is installed, else plain torch
-    (HEADRACE_BACKEND=torch chooses that too)."""
-    if os.environ.get("HEADRACE_BACKEND") != "torch" and device.type == "cpu":
+    (HEADRACE_BACKEND=torch chooses that too, =triton the Triton kernels in their interpreter)."""
+    chosen = os.environ.get("HEADRACE_BACKEND")
+    if chosen == "triton":
+        return _triton_backend(config, model, max_model_len, dtype, device)
+    if chosen != "torch" and device.type == "cpu":
         try:
             from headrace.engine.layers.cpu_backend import CpuBackend
         except ImportError:
@@ -230,6 +239,25 @@ def choose_backend(
             if CpuBackend.serves(model, config.block_size):
                 return CpuBackend(model, max_model_len)
     return TorchBackend(model, max_model_len, dtype, device)
+
+
+def _triton_backend(
+    config: EngineConfig,
+    model: ModelConfig,
+    max_model_len: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Backend:
+    try:
+        from headrace.engine.layers.triton_backend import TritonBackend, interpreted
+    except ImportError as error:
+        raise EngineError("the Triton kernels need the package triton, which is missing") from error
+    if device.type == "cpu" and not interpreted():
+        raise EngineError("on a CPU the Triton kernels need TRITON_INTERPRET=1 (slow: for tests)")
+    refusal = TritonBackend.refusal(model, config.block_size)
+    if refusal is not None:
+        raise EngineError(f"the Triton kernels do not take this model: {refusal}")
+    return TritonBackend(model, max_model_len, dtype, device, config.deterministic)
 
 
 def default_model_name(model: str) -> str:

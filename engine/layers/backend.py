@@ -4,9 +4,9 @@ The decoder core calls these and knows neither the device nor the layout of the 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -106,4 +106,13 @@ class Backend(Protocol):
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up of [tokens, 2 * intermediate], gate first: [tokens, intermediate]."""
+        ...
+
+
+@runtime_checkable
+class EmbedsTokens(Protocol):
+    """A backend with a kernel of its own for looking up a plain embedding table."""
+
+    def embed(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
+        """Token ids [tokens] to rows [tokens, hidden] of the backend's dtype."""
         ...

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.engine.layers.backend import Backend, HeadNorms, LayerKV
+from headrace.engine.layers.backend import Backend, EmbedsTokens, HeadNorms, LayerKV
 from headrace.engine.layers.linear import Linear
 from headrace.engine.loading.checkpoint import Checkpoint, TensorSource, check_tensors
 from headrace.engine.models.config import ModelConfig
 from headrace.engine.quant.choose import choose_scheme
 from headrace.engine.quant.method import LinearSpec, QuantMethod
-from headrace.engine.quant.scheme import Embedding, Scheme, Table
+from headrace.engine.quant.scheme import Embedding, MethodFor, Scheme, Table, plain
 from headrace.engine.quant.unquantized import Unquantized
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -85,7 +85,11 @@ class Decoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [rows, vocab_size] of normed hidden states."""
-        return self._head(hidden)[:, : self.vocab_size].float()
+        return self.raw_logits(hidden)[:, : self.vocab_size].float()
+
+    def raw_logits(self, hidden: Tensor) -> Tensor:
+        """Logits as the head computes them: its own dtype, [rows, at least vocab_size]."""
+        return self._head(hidden)
 
 
 def load_decoder(
@@ -107,7 +111,7 @@ def load_decoder(
         *(checkpoint, quantization, [spec for layer in specs for spec in layer], stored_head)
     )
     source = scheme.source
-    _check(config, scheme, specs, stored_head)
+    _check(config, scheme)
 
     def vector(name: str) -> Tensor:
         return source.load(name).to(device, dtype)
@@ -141,12 +145,14 @@ def load_decoder(
             )
         )
     vocab_size = min(config.vocab_size, checkpoint.num_token_ids or config.vocab_size)
-    embedding = scheme.embed(_EMBEDDING, dtype, device)
+    embedding = table = scheme.embed(_EMBEDDING, dtype, device)
+    if isinstance(table, Table) and isinstance(backend, EmbedsTokens):
+        embedding = backend.embed(table.weight)
     if scheme.stored_head:
         head = linear(stored_head)
     else:
-        if config.tie_word_embeddings and isinstance(embedding, Table):
-            weight = embedding.weight
+        if config.tie_word_embeddings and isinstance(table, Table):
+            weight = table.weight
         else:
             weight = source.load(f"{stored_head.parts[0]}.weight")
         head = load_linear(
@@ -203,26 +209,30 @@ def _layer_specs(config: ModelConfig, index: int) -> tuple[LinearSpec, ...]:
     )
 
 
-def _check(
-    config: ModelConfig,
-    scheme: Scheme,
-    specs: Sequence[tuple[LinearSpec, ...]],
-    head: LinearSpec,
-) -> None:
+def tensor_shapes(config: ModelConfig, method_for: MethodFor = plain) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors that a checkpoint of `config` must hold, its linear layers
+    stored as `method_for` reads them."""
     expected: dict[str, tuple[int, ...]] = {
         _EMBEDDING: (config.vocab_size, config.hidden_size),
         _FINAL_NORM: (config.hidden_size,),
     }
-    ignored = {f"{_HEAD}.weight"}  # a tied head may be stored once more
-    expected.update(scheme.method_for(head).tensor_shapes(head))
-    for index, layer in enumerate(specs):
+    head = head_spec(config)
+    expected.update(method_for(head).tensor_shapes(head))
+    for index, layer in enumerate(layer_specs(config)):
         prefix = f"model.layers.{index}."
         expected[prefix + "input_layernorm.weight"] = (config.hidden_size,)
         expected[prefix + "post_attention_layernorm.weight"] = (config.hidden_size,)
         if config.qk_norm:
             expected[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
             expected[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
-        ignored.add(prefix + "self_attn.rotary_emb.inv_freq")  # written by old Transformers
         for spec in layer:
-            expected.update(scheme.method_for(spec).tensor_shapes(spec))
+            expected.update(method_for(spec).tensor_shapes(spec))
+    return expected
+
+
+def _check(config: ModelConfig, scheme: Scheme) -> None:
+    ignored = {f"{_HEAD}.weight"}  # a tied head may be stored once more
+    for index in range(config.num_layers):  # written by old Transformers
+        ignored.add(f"model.layers.{index}.self_attn.rotary_emb.inv_freq")
+    expected = tensor_shapes(config, scheme.method_for)
     check_tensors(scheme.source.shapes(), expected, {*ignored, *scheme.ignored})
