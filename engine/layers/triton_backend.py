@@ -122,9 +122,8 @@ class TritonBackend:
         if not self.deterministic:
             found = prefix_arrays(metadata.prefixes, len(lengths), metadata.block_size)
             if found is not None:
-                groups = PrefixGroups(
-                    *(torch.from_numpy(array).to(device) for array in found[:3]), found[3]
-                )
+                offsets, members, lens = (torch.from_numpy(part).to(device) for part in found[:3])
+                groups = PrefixGroups(offsets, members, lens, found[3])
         return TritonPlan(
             positions=torch.from_numpy(metadata.positions).to(device),
             slots=torch.from_numpy(metadata.slots).to(device),

@@ -145,7 +145,8 @@ def load_decoder(
             )
         )
     vocab_size = min(config.vocab_size, checkpoint.num_token_ids or config.vocab_size)
-    embedding = table = scheme.embed(_EMBEDDING, dtype, device)
+    table = scheme.embed(_EMBEDDING, dtype, device)
+    embedding = table
     if isinstance(table, Table) and isinstance(backend, EmbedsTokens):
         embedding = backend.embed(table.weight)
     if scheme.stored_head:

@@ -17,7 +17,7 @@ MethodFor = Callable[[LinearSpec], QuantMethod[Any]]
 
 
 class Embedding(Protocol):
-    def __call__(self, token_ids: Tensor) -> Tensor:
+    def __call__(self, token_ids: Tensor, /) -> Tensor:
         """Rows [tokens, hidden] in the model's dtype."""
         ...
 
