@@ -20,6 +20,8 @@ DEMO_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+_HUB_SUBFOLDERS = ["*/*"]
+"""Where repositories keep the same weights a second time, in other forms."""
 
 
 def cache_folder() -> Path:
@@ -111,6 +113,8 @@ def _hub_model(name: str) -> Path:
             f"{name} looks like a hub id; install headrace[hub] to load it, or give a folder"
         ) from error
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        return Path(
+            snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SUBFOLDERS)
+        )
     except Exception as error:  # the hub's client raises many unrelated types
         raise CheckpointError(f"{name} cannot be brought from the hub: {error}") from error
