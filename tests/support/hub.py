@@ -29,9 +29,7 @@ class _Handler(BaseHTTPRequestHandler):
         repo, folder = self.server.repo, self.server.folder
         self.server.requests.append(path)
         if path.startswith(f"api/models/{repo}/revision/"):
-            files = [
-                {"rfilename": p.relative_to(folder).as_posix()} for p in sorted(_files(folder))
-            ]
+            files = [{"rfilename": name} for name, _ in _files(folder)]
             info = {"id": repo, "modelId": repo, "sha": COMMIT, "siblings": files}
             self._send(200, json.dumps(info).encode(), body, {"Content-Type": "application/json"})
             return

@@ -164,8 +164,11 @@ def _requirements(python: Path, package: str) -> list[str]:
 
 
 def _run(command: list[str]) -> str:
+    # A build that starts a compiler for every file at once takes the machine down; make heeds this.
+    environment = {**os.environ, "MAKEFLAGS": f"-l {os.cpu_count() or 1}"}
     done = subprocess.run(
         command,
+        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
