@@ -21,13 +21,16 @@ _INITIAL_TOKENS = 512
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """`output_rows`: flat index of the token whose hidden state is sampled, for each sampled row;
-    `sampled_slots` and `sampled_seq_ids` beside it."""
+    `sampled_slots` and `sampled_seq_ids` beside it. `row_slots`: of all rows; `new_blocks`: for
+    rows that got some, the slot, the place of the first in its table, and their ids."""
 
     token_ids: NDArray[np.int64]
     attention: AttentionMetadata
     output_rows: NDArray[np.int64]
     sampled_slots: NDArray[np.int64]
     sampled_seq_ids: list[int]
+    row_slots: NDArray[np.int64]
+    new_blocks: list[tuple[int, int, Seq[int]]]
 
 
 @dataclass(slots=True)
@@ -137,8 +140,12 @@ class InputBatch:
             self._table_lens[slot] = 0
             self.sampling.set(slot, row.params, row)
 
-    def step_inputs(self, batch: ScheduledBatch) -> StepInputs:
-        """Flatten the batch's rows; block ids they bring are appended to the block tables."""
+    def slot_of(self, seq_id: int) -> int:
+        return self._slots[seq_id]
+
+    def step_inputs(self, batch: ScheduledBatch, with_tables: bool = True) -> StepInputs:
+        """Flatten the batch's rows; block ids they bring are appended to the block tables.
+        `with_tables` False leaves the metadata without block tables."""
         rows = batch.rows
         count = len(rows)
         slots_of = self._slots
@@ -148,8 +155,10 @@ class InputBatch:
         samples = np.fromiter((row.samples for row in rows), np.bool_, count)
         context = computed + lengths
         self._grow(int(context.max()) + 1)
+        new_blocks: list[tuple[int, int, Seq[int]]] = []
         for slot, row in zip(slots, rows, strict=True):
             if row.new_block_ids:
+                new_blocks.append((int(slot), int(self._table_lens[slot]), row.new_block_ids))
                 self._append_blocks(int(slot), row.new_block_ids)
 
         starts = np.zeros(count + 1, dtype=np.int64)
@@ -165,7 +174,9 @@ class InputBatch:
             slots=blocks.astype(np.int64) * self._block_size + positions % self._block_size,
             query_starts=starts.astype(np.int32),
             context_lens=context.astype(np.int32),
-            block_tables=self._tables[slots, : self._num_blocks(int(context.max()))],
+            block_tables=self._tables[
+                slots if with_tables else slots[:0], : self._num_blocks(int(context.max()))
+            ],
             prefixes=self._prefixes(batch.prefix_groups, rows),
         )
         return StepInputs(
@@ -174,6 +185,8 @@ class InputBatch:
             output_rows=starts[1:][sampled] - 1,
             sampled_slots=slots[sampled],
             sampled_seq_ids=[row.seq_id for row in rows if row.samples],
+            row_slots=slots,
+            new_blocks=new_blocks,
         )
 
     def append(self, slots: NDArray[np.int64], token_ids: NDArray[np.int64]) -> None:
@@ -182,6 +195,10 @@ class InputBatch:
             return
         self._grow(int(self.num_tokens[slots].max()) + 1)
         self._tokens[slots, self.num_tokens[slots]] = token_ids
+        self.num_tokens[slots] += 1
+
+    def advance(self, slots: NDArray[np.int64]) -> None:
+        """One token to each of the rows whose id only the device knows."""
         self.num_tokens[slots] += 1
 
     def history(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -5,6 +5,7 @@ The device half's one door. Knows no queue, no text and no scheduling policy.
 
 import logging
 import os
+import re
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,22 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 @dataclass(frozen=True, slots=True)
+class RunnerInfo:
+    """What runs, in words, so that nobody takes a slow path without knowing."""
+
+    device: str
+    attention: str
+    matmul: str
+    graphs: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.device}; attention: {self.attention}; matmul: {self.matmul};"
+            f" CUDA graphs: {self.graphs}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class FinishedStep:
     """A step whose tokens are there already: on a CPU, launching is computing."""
 
@@ -61,6 +78,7 @@ class ModelRunner:
         cache: KVCache,
         max_model_len: int,
         dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.num_blocks = cache.num_blocks
         self.block_size = cache.block_size
@@ -86,10 +104,21 @@ class ModelRunner:
         self._decoder = decoder
         self._backend = backend
         self._cache = cache
+        self._device = device
         self._rows = InputBatch(
             config.max_num_seqs, max_model_len, cache.block_size, cache.dummy_block
         )
         self._sampler = Sampler(self._rows)
+
+    @property
+    def info(self) -> RunnerInfo:
+        names = {"cpu": "compiled CPU kernels", "torch": "plain torch (slow)"}
+        return RunnerInfo(
+            device=str(self._device),
+            attention=names.get(self.backend_name, self.backend_name),
+            matmul="torch" if self.quantization == "none" else self.quantization,
+            graphs="none (no CUDA device)",
+        )
 
     @torch.inference_mode()
     def execute(self, batch: ScheduledBatch) -> StepHandle:
@@ -102,7 +131,7 @@ class ModelRunner:
         hidden = self._hidden(inputs, inputs.output_rows)
         if not len(inputs.output_rows):
             return FinishedStep(SampledTokens({}))
-        sampled = self._sampler.sample(self._decoder.logits(hidden), inputs.sampled_slots)
+        sampled = self._sampler.sample(self._decoder.logits(hidden).cpu(), inputs.sampled_slots)
         return FinishedStep(self._appended(inputs, sampled))
 
     @torch.inference_mode()
@@ -129,16 +158,19 @@ class ModelRunner:
             added = ()
             self._rows.update(batch)
             inputs = self._rows.step_inputs(batch)
-            parts.append(self._decoder.logits(self._hidden(inputs, np.arange(end - start))))
+            hidden = self._hidden(inputs, np.arange(end - start))
+            parts.append(self._decoder.logits(hidden).cpu())
         self._rows.update(ScheduledBatch(0, (), (seq_id,), ()))
         return torch.cat(parts)
 
     def warm_up(self) -> None:
         """Run a short prompt and two decode steps, so that the first request pays for no kernel
         that is compiled or loaded on first use. Uses block 0; call it before any sequence."""
+        self._warm_up_with(SamplingParams(temperature=1.0, top_p=0.9, logprobs=1))
+
+    def _warm_up_with(self, params: SamplingParams) -> None:
         seq_id = -1
         prompt = [index % self.vocab_size for index in range(min(self.block_size, 16) - 3)]
-        params = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
         row = NewRow(seq_id, prompt, len(prompt), params, 0, 0, ())
         steps: Seq[tuple[int, int, Seq[int]]] = (
             (0, len(prompt), (0,)),
@@ -147,15 +179,15 @@ class ModelRunner:
         )
         for index, (computed, scheduled, blocks) in enumerate(steps):
             rows = (ScheduledRow(seq_id, computed, scheduled, blocks, samples=True),)
-            self.execute(ScheduledBatch(index, (row,) if index == 0 else (), (), rows))
+            self.execute(ScheduledBatch(index, (row,) if index == 0 else (), (), rows)).result()
         self.execute(ScheduledBatch(len(steps), (), (seq_id,), ()))
 
     def _hidden(self, inputs: StepInputs, output_rows: NDArray[np.int64]) -> Tensor:
         return self._decoder.hidden(
-            torch.from_numpy(inputs.token_ids),
+            torch.from_numpy(inputs.token_ids).to(self._device),
             self._cache.layers,
             self._backend.prepare(inputs.attention),
-            torch.from_numpy(output_rows),
+            torch.from_numpy(output_rows).to(self._device),
         )
 
     def _appended(self, inputs: StepInputs, sampled: Sampled) -> SampledTokens:
@@ -184,14 +216,19 @@ def load_runner(config: EngineConfig) -> ModelRunner:
 def build_runner(config: EngineConfig, checkpoint: Checkpoint) -> ModelRunner:
     """A runner for a checkpoint that is open already, `loading.random_weights` makes one without
     files; `config.model` only names it. Errors as in `load_runner`."""
-    device = _device(config)
+    device = choose_device(config.device)
     if config.tensor_parallel_size != 1:
         raise EngineError("tensor_parallel_size above 1 is not supported")
-    if config.deterministic:
+    on_cuda = device.type == "cuda"
+    if config.deterministic and not on_cuda and os.environ.get("HEADRACE_BACKEND") != "triton":
         raise EngineError("deterministic=True is not supported on this device")
     torch.set_num_threads(config.num_threads or available_threads())
     model = checkpoint.config
-    dtype = choose_dtype(config.dtype, model.dtype)
+    if on_cuda:
+        capability = torch.cuda.get_device_capability(device)
+        dtype = choose_cuda_dtype(config.dtype, model.dtype, capability)
+    else:
+        dtype = choose_dtype(config.dtype, model.dtype)
     max_model_len = config.max_model_len or model.max_position_embeddings
     if max_model_len > _longest(model):
         raise EngineError(
@@ -206,16 +243,19 @@ def build_runner(config: EngineConfig, checkpoint: Checkpoint) -> ModelRunner:
         decoder = load_decoder(
             checkpoint, backend, dtype, device, config.quantization, weight_dtype
         )
+    if backend.name == "triton":
+        from headrace.engine.accelerator import CudaAccelerator, HostAccelerator
+        from headrace.engine.device_loading import device_runner
+
+        accelerator = CudaAccelerator(device) if on_cuda else HostAccelerator()
+        triton: Any = backend
+        return device_runner(config, checkpoint, decoder, triton, max_model_len, accelerator)
+    with torch.inference_mode():
         cache = allocate(config, model, backend, dtype, device)
-    capacity = cache.num_blocks * cache.block_size
-    if capacity < max_model_len:
-        if config.max_model_len is not None:
-            raise EngineError(
-                f"the KV cache holds {capacity} tokens, fewer than max_model_len {max_model_len};"
-                " raise kv_cache_memory_bytes or lower max_model_len"
-            )
-        max_model_len = capacity
-    return ModelRunner(config, checkpoint, decoder, backend, cache, max_model_len, weight_dtype)
+    max_model_len = cache.longest(config, max_model_len)
+    return ModelRunner(
+        config, checkpoint, decoder, backend, cache, max_model_len, weight_dtype, device
+    )
 
 
 def choose_backend(
@@ -225,10 +265,11 @@ def choose_backend(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Backend:
-    """The compiled CPU kernels where they take the shapes and numba is installed, else plain torch
-    (HEADRACE_BACKEND=torch chooses that too, =triton the Triton kernels in their interpreter)."""
+    """On CUDA the Triton kernels. On a CPU the compiled kernels where they take the shapes and
+    numba is installed, else plain torch. HEADRACE_BACKEND=torch chooses that on both, and =triton
+    the Triton kernels on a CPU, in Triton's interpreter."""
     chosen = os.environ.get("HEADRACE_BACKEND")
-    if chosen == "triton":
+    if chosen == "triton" or (device.type == "cuda" and chosen != "torch"):
         return _triton_backend(config, model, max_model_len, dtype, device)
     if chosen != "torch" and device.type == "cpu":
         try:
@@ -278,6 +319,25 @@ def choose_dtype(chosen: str, stored: str) -> torch.dtype:
     return torch.float32
 
 
+def choose_cuda_dtype(chosen: str, stored: str, capability: tuple[int, int]) -> torch.dtype:
+    """`chosen`, or for "auto" the checkpoint's 16-bit type, bfloat16 for one stored in float32;
+    below compute capability 8.0, which has no bfloat16, float16. EngineError: it cannot be run."""
+    if capability < (7, 5):
+        raise EngineError(
+            f"compute capability {capability[0]}.{capability[1]} is not supported (7.5 and above)"
+        )
+    narrow = capability < (8, 0)
+    if chosen == "auto":
+        return torch.float16 if narrow or stored == "float16" else torch.bfloat16
+    dtype = choose_dtype(chosen, stored)
+    if narrow and dtype == torch.bfloat16:
+        raise EngineError(
+            "dtype bfloat16 needs compute capability 8.0; this device has"
+            f" {capability[0]}.{capability[1]}: use auto, float16 or float32"
+        )
+    return dtype
+
+
 def cpu_multiplies_bfloat16() -> bool:
     """Whether the CPU has bfloat16 dot products (elsewhere they are emulated, at a quarter of the
     speed of float32)."""
@@ -320,7 +380,17 @@ def _longest(model: ModelConfig) -> int:
     return model.max_position_embeddings
 
 
-def _device(config: EngineConfig) -> torch.device:
-    if config.device in ("auto", "cpu"):
-        return torch.device("cpu")
-    raise EngineError(f"device {config.device!r} is not supported (auto, cpu)")
+def choose_device(name: str) -> torch.device:
+    """auto (a CUDA device if there is one), cpu, cuda or cuda:N. Raises EngineError."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise EngineError(f"device {name!r} is not supported (auto, cpu, cuda, cuda:N)")
+    device = torch.device(name)
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            found = f"{count} CUDA devices" if torch.version.cuda else "this torch has no CUDA"
+            raise EngineError(f"device {name!r} is not there ({found})")
+        device = torch.device("cuda", device.index or 0)
+    return device

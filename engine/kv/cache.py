@@ -31,6 +31,16 @@ class KVCache:
     def dummy_block(self) -> int:
         return self.num_blocks
 
+    def longest(self, config: EngineConfig, max_model_len: int) -> int:
+        """`max_model_len`, or less if the pool holds less and the operator did not ask for it."""
+        capacity = self.num_blocks * self.block_size
+        if capacity < max_model_len and config.max_model_len is not None:
+            raise EngineError(
+                f"the KV cache holds {capacity} tokens, fewer than max_model_len {max_model_len};"
+                " raise kv_cache_memory_bytes or lower max_model_len"
+            )
+        return min(capacity, max_model_len)
+
 
 def allocate(
     config: EngineConfig,
@@ -38,15 +48,18 @@ def allocate(
     backend: Backend,
     dtype: torch.dtype,
     device: torch.device,
+    budget: int | None = None,
 ) -> KVCache:
-    """Allocate the pool: `kv_cache_memory_bytes` when given, else the measured share. `dtype`: what
-    the backend computes in; `kv_cache_dtype` may choose a narrower one."""
+    """Allocate the pool: `kv_cache_memory_bytes` when given, else `budget`, else the measured share
+    of what is free. `dtype`: what the backend computes in; `kv_cache_dtype` may choose a narrower
+    one."""
     dtype = kv_dtype(config.kv_cache_dtype, dtype)
     per_token = model.kv_bytes_per_token(dtype.itemsize)
     if is_quantized(dtype):
         per_token += 2 * model.num_layers * model.num_kv_heads * SCALE_BYTES
     per_block = config.block_size * per_token
-    budget = config.kv_cache_memory_bytes
+    if config.kv_cache_memory_bytes is not None:
+        budget = config.kv_cache_memory_bytes
     if budget is None:
         budget = measured_bytes(config.gpu_memory_utilization, device)
     num_blocks = budget // per_block - 1

@@ -62,7 +62,7 @@ class Decoder:
         self._backend = backend
 
     def hidden(
-        self, token_ids: Tensor, kv: Sequence[LayerKV], plan: Any, output_rows: Tensor
+        self, token_ids: Tensor, kv: Sequence[LayerKV], plan: Any, output_rows: Tensor | slice
     ) -> Tensor:
         """Normed last hidden states [len(output_rows), hidden] of the flat step `token_ids`.
 

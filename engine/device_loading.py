@@ -1,0 +1,114 @@
+"""Makes a DeviceRunner: what the device can compute in, what a step takes of its memory, what is left
+for the KV pool.
+"""
+
+import logging
+
+import numpy as np
+import torch
+
+from headrace.engine.accelerator import Accelerator, Memory
+from headrace.engine.config import EngineConfig
+from headrace.engine.device_runner import DeviceRunner
+from headrace.engine.graphs import graph_sizes
+from headrace.engine.kv.cache import allocate
+from headrace.engine.layers.triton_backend import TritonBackend, TritonPlan
+from headrace.engine.loading.checkpoint import Checkpoint
+from headrace.engine.models.config import ModelConfig
+from headrace.engine.models.decoder import Decoder
+
+logger = logging.getLogger(__name__)
+
+GRAPH_BYTES = 4 << 20
+"""Set aside for each captured graph; what they took in fact is reported when they are captured."""
+
+
+def pool_bytes(memory: Memory, share: float, step_bytes: int, graph_bytes: int = 0) -> int:
+    """Bytes for the KV pool: `share` of the device's memory, less what is in use by anybody (the
+    weights are loaded), what the widest step takes for a moment, and what graphs will take."""
+    used = memory.total - memory.free
+    return max(int(share * memory.total) - used - step_bytes - graph_bytes, 0)
+
+
+def device_runner(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    decoder: Decoder,
+    backend: TritonBackend,
+    max_model_len: int,
+    accelerator: Accelerator,
+) -> DeviceRunner:
+    """Measure, allocate the KV pool, capture graphs. `max_model_len` is lowered to what the pool
+    holds, as in `build_runner`."""
+    model, budget = checkpoint.config, config.kv_cache_memory_bytes
+    if budget is None and accelerator.device.type == "cuda":
+        peak = step_bytes(config, model, decoder, backend, max_model_len, accelerator)
+        graphs = 0 if config.enforce_eager else 2 * len(graph_sizes(config.max_num_seqs))
+        memory = accelerator.memory()
+        budget = pool_bytes(memory, config.gpu_memory_utilization, peak, graphs * GRAPH_BYTES)
+        logger.info(
+            "device memory: %.2f of %.2f GiB in use, a step takes up to %.2f GiB, %.2f GiB for KV",
+            *((memory.total - memory.free) / 2**30, memory.total / 2**30),
+            *(peak / 2**30, budget / 2**30),
+        )
+    with torch.inference_mode():
+        cache = allocate(config, model, backend, backend.dtype, accelerator.device, budget)
+    runner = DeviceRunner(
+        config,
+        checkpoint,
+        decoder,
+        backend,
+        cache,
+        cache.longest(config, max_model_len),
+        backend.dtype,
+        accelerator,
+    )
+    logger.info("%s", runner.info)
+    return runner
+
+
+def step_bytes(
+    config: EngineConfig,
+    model: ModelConfig,
+    decoder: Decoder,
+    backend: TritonBackend,
+    max_model_len: int,
+    accelerator: Accelerator,
+) -> int:
+    """Most memory that a step holds beyond weights and KV pool, by running the widest ones: the
+    whole token budget in prompts, and a decode of all rows at the model's full length. All their
+    blocks are one and the same."""
+    rows = config.max_num_seqs
+    tokens = max(config.max_num_batched_tokens, rows)
+    with torch.inference_mode():
+        kv = backend.allocate_kv(model, 1, config.block_size, backend.dtype)
+
+    @torch.inference_mode()
+    def run(lengths: np.ndarray[tuple[int], np.dtype[np.int64]], contexts: int | None) -> None:
+        device = accelerator.device
+        starts = np.concatenate(([0], np.cumsum(lengths)))
+        lens = lengths if contexts is None else np.full(len(lengths), contexts)
+        offsets = np.arange(starts[-1]) - np.repeat(starts[:-1], lengths)
+        positions = offsets + np.repeat(lens - lengths, lengths)
+        width = -(-int(lens.max()) // config.block_size)
+        plan = TritonPlan(
+            positions=torch.from_numpy(positions).to(device),
+            slots=torch.from_numpy(positions % config.block_size).to(device),
+            query_starts=torch.from_numpy(starts.astype(np.int32)).to(device),
+            context_lens=torch.from_numpy(lens.astype(np.int32)).to(device),
+            block_tables=torch.zeros((len(lengths), width), dtype=torch.int32, device=device),
+            max_query_len=int(lengths.max()),
+            max_context_len=int(lens.max()),
+        )
+        token_ids = torch.zeros(int(starts[-1]), dtype=torch.int64, device=device)
+        ends = torch.from_numpy(starts[1:] - 1).to(device)
+        logits = decoder.raw_logits(decoder.hidden(token_ids, kv, plan, ends))
+        logits.to(torch.float32, copy=True)  # as rows with a bias or a penalty need them
+
+    def widest() -> None:
+        share = np.full(rows, tokens // rows)
+        share[: tokens % rows] += 1
+        run(np.minimum(share, max_model_len), None)
+        run(np.ones(rows, dtype=np.int64), max_model_len)
+
+    return accelerator.peak_bytes(widest)
