@@ -1,5 +1,5 @@
-"""Makes a DeviceRunner: what the device can compute in, what a step takes of its memory, what is left
-for the KV pool.
+"""Makes a DeviceRunner: measures what a step takes of the device's memory and gives the KV pool
+what is left. Knows no layer and no kernel.
 """
 
 import logging

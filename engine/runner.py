@@ -27,6 +27,7 @@ from headrace.engine.loading.checkpoint import Checkpoint
 from headrace.engine.loading.source import open_checkpoint, resolve_model
 from headrace.engine.models.config import ModelConfig
 from headrace.engine.models.decoder import Decoder, load_decoder
+from headrace.engine.quant.method import AnyMethod
 from headrace.engine.sampler import Sampled, Sampler
 from headrace.engine.sampling_params import SamplingParams
 
@@ -240,13 +241,22 @@ def build_runner(config: EngineConfig, checkpoint: Checkpoint) -> ModelRunner:
         backend = choose_backend(config, model, max_model_len, dtype, device)
         # The CPU's kernels compute in float32; 16-bit weights stay 16 bits wide in the matmuls.
         dtype = backend.dtype
+        on_kernels = backend.name == "triton"
+        if config.deterministic and on_cuda and not on_kernels:
+            raise EngineError("deterministic=True is not supported by HEADRACE_BACKEND=torch")
+        plain = _batch_invariant() if config.deterministic and on_kernels else None
         decoder = load_decoder(
-            checkpoint, backend, dtype, device, config.quantization, weight_dtype
+            checkpoint, backend, dtype, device, config.quantization, weight_dtype, plain
         )
-    if backend.name == "triton":
+    if on_kernels:
         from headrace.engine.accelerator import CudaAccelerator, HostAccelerator
         from headrace.engine.device_loading import device_runner
 
+        if config.deterministic and decoder.quantization != "none":
+            raise EngineError(
+                f"deterministic=True is not supported with {decoder.quantization} layers on this"
+                " device; quantization='float' runs them as floats"
+            )
         accelerator = CudaAccelerator(device) if on_cuda else HostAccelerator()
         triton: Any = backend
         return device_runner(config, checkpoint, decoder, triton, max_model_len, accelerator)
@@ -280,6 +290,12 @@ def choose_backend(
             if CpuBackend.serves(model, config.block_size):
                 return CpuBackend(model, max_model_len)
     return TorchBackend(model, max_model_len, dtype, device)
+
+
+def _batch_invariant() -> AnyMethod:
+    from headrace.engine.quant.batch_invariant import BatchInvariant
+
+    return BatchInvariant()
 
 
 def _triton_backend(

@@ -16,7 +16,7 @@ from headrace.engine.layers.linear import Linear
 from headrace.engine.loading.checkpoint import Checkpoint, TensorSource, check_tensors
 from headrace.engine.models.config import ModelConfig
 from headrace.engine.quant.choose import choose_scheme
-from headrace.engine.quant.method import LinearSpec, QuantMethod
+from headrace.engine.quant.method import AnyMethod, LinearSpec, QuantMethod
 from headrace.engine.quant.scheme import Embedding, MethodFor, Scheme, Table, plain
 from headrace.engine.quant.unquantized import Unquantized
 
@@ -99,11 +99,13 @@ def load_decoder(
     device: torch.device,
     quantization: str | None = None,
     weight_dtype: torch.dtype | None = None,
+    plain_method: AnyMethod | None = None,
 ) -> Decoder:
     """Read all weights; CheckpointError names tensors that are missing, unexpected or misshapen.
 
     `quantization`: a scheme's name, None for the checkpoint's own. `weight_dtype`: of linear layers
-    that are not quantized, None: `dtype`, which is that of everything between them.
+    that are not quantized, None: `dtype`, which is that of everything between them. `plain_method`:
+    multiplies those layers, None: `Unquantized`.
     """
     config = checkpoint.config
     specs, stored_head = layer_specs(config), head_spec(config)
@@ -120,7 +122,9 @@ def load_decoder(
         return load_linear(scheme.method_for(spec), spec, source)
 
     def load_linear(method: QuantMethod[Any], spec: LinearSpec, source: TensorSource) -> Linear:
-        chosen = (weight_dtype or dtype) if isinstance(method, Unquantized) else dtype
+        chosen = dtype
+        if isinstance(method, Unquantized):
+            method, chosen = plain_method or method, weight_dtype or dtype
         return Linear.load(method, spec, source, chosen, device)
 
     layers = []
