@@ -102,6 +102,7 @@ class DeviceRunner(ModelRunner):
             config, checkpoint, decoder, backend, cache, max_model_len, dtype, accelerator.device
         )
         self.steps_in_flight = 1 if config.async_scheduling else 0
+        self.fingerprint += f"-{accelerator.description.replace(' ', '_')}"
         rows, device = config.max_num_seqs, accelerator.device
         self._accelerator = accelerator
         self._max_rows = rows
@@ -157,6 +158,8 @@ class DeviceRunner(ModelRunner):
     def execute(self, batch: ScheduledBatch) -> StepHandle:
         """Launch the batch; nothing here waits for the device."""
         self._rows.update(batch)
+        gone = set(batch.removed)
+        self._fresh = [row for row in self._fresh if row.seq_id not in gone]
         self._fresh.extend(batch.added)
         if not batch.rows:
             return FinishedStep(SampledTokens({}))

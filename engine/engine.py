@@ -54,7 +54,7 @@ class EngineLimits:
 
 
 class Engine:
-    """One model, one scheduler, one runner.
+    """One model, one scheduler, one runner. `info`: what the runner runs on and with, in words.
 
     `steps_in_flight` 1: a step is scheduled and launched before the tokens of the one before are
     read, for runners whose `execute` returns at once.
@@ -73,6 +73,7 @@ class Engine:
         model_name: str = "",
         fingerprint: str = "",
         default_sampling: dict[str, Any] | None = None,
+        info: str = "",
     ) -> None:
         self.runner = runner
         self.tokenizer: Any = tokenizer
@@ -80,6 +81,7 @@ class Engine:
         self.eos_token_ids = eos_token_ids
         self.model_name = model_name
         self.fingerprint = fingerprint
+        self.info = info
         self.default_sampling = dict(default_sampling or {})
         self._scheduler = scheduler
         self._steps_in_flight = steps_in_flight
@@ -138,6 +140,7 @@ class Engine:
             model_name=runner.model_name,
             fingerprint=runner.fingerprint,
             default_sampling=runner.default_sampling,
+            info=str(runner.info),
         )
 
     @property

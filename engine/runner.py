@@ -226,6 +226,7 @@ def build_runner(config: EngineConfig, checkpoint: Checkpoint) -> ModelRunner:
     torch.set_num_threads(config.num_threads or available_threads())
     model = checkpoint.config
     if on_cuda:
+        torch.cuda.set_device(device)
         capability = torch.cuda.get_device_capability(device)
         dtype = choose_cuda_dtype(config.dtype, model.dtype, capability)
     else:
@@ -263,9 +264,11 @@ def build_runner(config: EngineConfig, checkpoint: Checkpoint) -> ModelRunner:
     with torch.inference_mode():
         cache = allocate(config, model, backend, dtype, device)
     max_model_len = cache.longest(config, max_model_len)
-    return ModelRunner(
+    runner = ModelRunner(
         config, checkpoint, decoder, backend, cache, max_model_len, weight_dtype, device
     )
+    logger.info("%s", runner.info)
+    return runner
 
 
 def choose_backend(

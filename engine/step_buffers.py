@@ -38,7 +38,7 @@ class Stage:
     def __init__(self, buffer: "StepBuffer") -> None:
         self._buffer = buffer
         self._fixed = buffer.accelerator.host_bytes(buffer.size)
-        self._rest = buffer.accelerator.host_bytes(0)
+        self._rest = buffer.accelerator.host_bytes(_larger(1))
         self._twin = buffer.rest
         self._used = 0
         self.host: dict[str, Array] = {
@@ -91,7 +91,7 @@ class StepBuffer:
             self.layout[name] = (self.size, dtype, length)
             self.size += -(-dtype.itemsize * length // _ALIGNMENT) * _ALIGNMENT
         self.twin = torch.zeros(self.size, dtype=torch.uint8, device=accelerator.device)
-        self.rest = torch.zeros(0, dtype=torch.uint8, device=accelerator.device)
+        self.rest = torch.zeros(_larger(1), dtype=torch.uint8, device=accelerator.device)
         self.device = {
             name: self.twin[start : start + length * dtype.itemsize].view(_TORCH[dtype])
             for name, (start, dtype, length) in self.layout.items()

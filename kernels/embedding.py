@@ -49,11 +49,12 @@ def embedding(
     elif out.shape != (tokens, hidden) or out.stride(1) != 1:
         raise ValueError(f"out must be [{tokens}, {hidden}]; got {tuple(out.shape)}")
     if tokens:
+        if scale != 1.0:
+            scale = float(torch.tensor(scale, dtype=weight.dtype))
         block = min(1024, triton.next_power_of_2(hidden))
         _embedding_kernel[(tokens, triton.cdiv(hidden, block))](
             ids, weight, out, weight.stride(0), out.stride(0), first, size,
-            float(torch.tensor(scale, dtype=weight.dtype)), HIDDEN=hidden, BLOCK=block,
-            num_warps=4,
+            scale, HIDDEN=hidden, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out
 

@@ -94,8 +94,10 @@ class DelayedAccelerator:
     device = torch.device("cpu")
     description = "a device that is late"
 
-    def __init__(self) -> None:
+    def __init__(self, warm: bool = False) -> None:
+        """`warm`: graphs are warmed up before they are recorded, as on CUDA; slow."""
         self.launching = False
+        self._warm = warm
         self.num_late = 0
         self._pending: deque[Callable[[], None]] = deque()
         self._num_submitted = 0
@@ -113,6 +115,8 @@ class DelayedAccelerator:
 
     def capture(self, work: Callable[[], Tensor]) -> Captured:
         self.run_until(self._num_submitted)
+        if self._warm:
+            work()
         return _Recorded(work)
 
     def memory(self) -> Memory:
@@ -221,9 +225,10 @@ def freed_blocks_are_poison(engine: Any, layers: list[LayerKV]) -> Iterator[list
         for block in given:
             if block.ref_count == 0:
                 freed.append(block.block_id)
-                for layer in layers:
-                    layer.key[block.block_id] = torch.nan
-                    layer.value[block.block_id] = torch.nan
+                with torch.inference_mode():
+                    for layer in layers:
+                        layer.key[block.block_id] = torch.nan
+                        layer.value[block.block_id] = torch.nan
 
     pool.release = poisoned
     try:
