@@ -6,6 +6,7 @@ The device half's one door. Knows no queue, no text and no scheduling policy.
 import logging
 import os
 import re
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,6 +96,8 @@ class ModelRunner:
         self.backend_name = backend.name
         self.steps_in_flight = 0
         self.kv_cache_bytes = cache.bytes_per_block * (cache.num_blocks + 1)
+        self.kv_bytes_per_token = cache.bytes_per_block // cache.block_size
+        self.weight_memory = decoder.weight_memory()
         self.fingerprint = "-".join(
             (
                 *(checkpoint.fingerprint, self.dtype, self.quantization),
@@ -135,13 +138,18 @@ class ModelRunner:
         sampled = self._sampler.sample(self._decoder.logits(hidden).cpu(), inputs.sampled_slots)
         return FinishedStep(self._appended(inputs, sampled))
 
-    @torch.inference_mode()
     def logits(self, token_ids: Seq[int], chunk: int = 512) -> Tensor:
         """Float32 logits [len(token_ids), vocab_size] after each token, for evaluation.
 
         Runs through the same rows, chunks and KV pool as serving; takes the first blocks of the
         pool, so no sequence may be running.
         """
+        return torch.cat([piece.cpu() for piece in self.logits_in_chunks(token_ids, chunk)])
+
+    def logits_in_chunks(
+        self, token_ids: Seq[int], chunk: int = 512, first: int = 0
+    ) -> Iterator[Tensor]:
+        """The same from position `first` on, at most `chunk` rows at a time."""
         if len(self._rows):
             raise EngineError("logits needs an idle runner")
         if not 0 < len(token_ids) <= min(self.max_model_len, self.num_blocks * self.block_size):
@@ -150,19 +158,23 @@ class ModelRunner:
         added: Seq[NewRow] = (
             NewRow(seq_id, token_ids, len(token_ids), SamplingParams(), 0, 0, ()),
         )
-        parts = []
-        for start in range(0, len(token_ids), chunk):
-            end = min(start + chunk, len(token_ids))
-            blocks = range(-(-start // self.block_size), -(-end // self.block_size))
-            row = ScheduledRow(seq_id, start, end - start, blocks, samples=False)
-            batch = ScheduledBatch(0, added, (), (row,))
-            added = ()
-            self._rows.update(batch)
-            inputs = self._rows.step_inputs(batch)
-            hidden = self._hidden(inputs, np.arange(end - start))
-            parts.append(self._decoder.logits(hidden).cpu())
-        self._rows.update(ScheduledBatch(0, (), (seq_id,), ()))
-        return torch.cat(parts)
+        try:
+            for start in range(0, len(token_ids), chunk):
+                end = min(start + chunk, len(token_ids))
+                blocks = range(-(-start // self.block_size), -(-end // self.block_size))
+                row = ScheduledRow(seq_id, start, end - start, blocks, samples=False)
+                batch = ScheduledBatch(0, added, (), (row,))
+                added = ()
+                with torch.inference_mode():
+                    self._rows.update(batch)
+                    inputs = self._rows.step_inputs(batch)
+                    wanted = np.arange(max(first - start, 0), end - start)
+                    hidden = self._hidden(inputs, wanted)
+                    logits = self._decoder.logits(hidden) if len(wanted) else None
+                if logits is not None:
+                    yield logits
+        finally:
+            self._rows.update(ScheduledBatch(0, (), (seq_id,), ()))
 
     def warm_up(self) -> None:
         """Run a short prompt and two decode steps, so that the first request pays for no kernel

@@ -29,6 +29,11 @@ class Linear:
     ) -> "Linear":
         return cls(method, method.process(method.create_weights(spec, source, dtype, device)))
 
+    @property
+    def weights(self) -> Any:
+        """What the method multiplies with, to be counted (see `quant.method.weight_bytes`)."""
+        return self._weights
+
     def __call__(self, x: Tensor) -> Tensor:
         y: Tensor = self._method.apply(self._weights, x)
         return y

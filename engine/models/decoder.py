@@ -16,7 +16,7 @@ from headrace.engine.layers.linear import Linear
 from headrace.engine.loading.checkpoint import Checkpoint, TensorSource, check_tensors
 from headrace.engine.models.config import ModelConfig
 from headrace.engine.quant.choose import choose_scheme
-from headrace.engine.quant.method import AnyMethod, LinearSpec, QuantMethod
+from headrace.engine.quant.method import AnyMethod, LinearSpec, QuantMethod, weight_bytes
 from headrace.engine.quant.scheme import Embedding, MethodFor, Scheme, Table, plain
 from headrace.engine.quant.unquantized import Unquantized
 
@@ -35,6 +35,21 @@ class DecoderLayer:
     gate_up: Linear
     down: Linear
     window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class WeightMemory:
+    """Bytes that the weights take where they run. `head`: 0 where it reads the embedding's own
+    memory; on a CPU a tied head is a copy that its matmul packed. `other`: norms."""
+
+    linear: int
+    embedding: int
+    head: int
+    other: int
+
+    @property
+    def total(self) -> int:
+        return self.linear + self.embedding + self.head + self.other
 
 
 class Decoder:
@@ -82,6 +97,18 @@ class Decoder:
             next_norm = self._final_norm if index == last else self._layers[index + 1].input_norm
             normed = backend.add_rms_norm(x, delta, next_norm, eps)
         return normed
+
+    def weight_memory(self) -> WeightMemory:
+        layers = self._layers
+        linears = [(x.qkv, x.output, x.gate_up, x.down) for x in layers]
+        norms = [(x.input_norm, x.post_norm, x.head_norms) for x in layers]
+        embedding = weight_bytes(self._embedding)
+        return WeightMemory(
+            linear=sum(weight_bytes(linear.weights) for layer in linears for linear in layer),
+            embedding=embedding,
+            head=weight_bytes([self._embedding, self._head.weights]) - embedding,
+            other=weight_bytes([norms, self._final_norm]),
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [rows, vocab_size] of normed hidden states."""

@@ -4,7 +4,7 @@ A method reads what it needs from the checkpoint (`create_weights`), brings it i
 the device multiplies fastest (`process`, once), and multiplies (`apply`). One scheme a file.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -75,12 +75,23 @@ def bias_shapes(spec: LinearSpec) -> dict[str, tuple[int, ...]]:
     }
 
 
-def weight_bytes(weights: Any) -> int:
-    """Memory of the tensors in a method's weights, oneDNN's packed ones included."""
+def tensors_in(weights: Any) -> Iterator[Tensor]:
+    """The tensors in a method's weights, oneDNN's packed ones included."""
     if isinstance(weights, Tensor):
-        return weights.numel() * weights.element_size()
-    if isinstance(weights, list | tuple):
-        return sum(map(weight_bytes, weights))
-    if is_dataclass(weights):
-        return sum(weight_bytes(getattr(weights, item.name)) for item in fields(weights))
-    return 0
+        yield weights
+    elif isinstance(weights, list | tuple):
+        for item in weights:
+            yield from tensors_in(item)
+    elif is_dataclass(weights):
+        for found in fields(weights):
+            yield from tensors_in(getattr(weights, found.name))
+
+
+def weight_bytes(weights: Any) -> int:
+    """Memory of the tensors in a method's weights; what several of them share counts once."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors_in(weights):
+        size = tensor.numel() * tensor.element_size()
+        place = id(tensor) if tensor.is_mkldnn else tensor.data_ptr()
+        sizes[place] = max(size, sizes.get(place, 0))
+    return sum(sizes.values())

@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from headrace.engine.engine import Engine
+from headrace.engine.evaluate.process_memory import peak_memory
 from headrace.worker.bench import attention_scaling, trial
 from headrace.worker.bench.subject import Subject
 from headrace.worker.bench.trial import Trial, config_for
@@ -260,7 +261,7 @@ def _interrupt(engine: Engine, short: Sequence[BenchRequest], long: BenchRequest
     late = trial.sequence(long, salt)
     started = last = time.perf_counter()
     gap = 0.0
-    with trial.peak_memory() as peak:
+    with peak_memory() as peak:
         engine.add(late)
         while engine.has_unfinished:
             output = engine.step()

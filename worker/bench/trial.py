@@ -3,12 +3,9 @@
 The building block of ablations, the profile and the planner's measurement. Knows no queue.
 """
 
-import ctypes
-import gc
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -117,35 +114,3 @@ def run_without_kv_cache(engine: Engine, requests: Sequence[BenchRequest]) -> Tr
             trial.finished_s[index] = time.perf_counter() - started
     trial.seconds = time.perf_counter() - started
     return trial
-
-
-@dataclass(slots=True)
-class Peak:
-    """Bytes that the process grew by at most inside a `peak_memory` block; None: not measurable."""
-
-    extra_bytes: int | None = None
-
-
-@contextmanager
-def peak_memory() -> Iterator[Peak]:
-    """Resets Linux's high-water mark of this process and reads it at the end. What the allocator
-    keeps for later is given back first, else its reuse would not show."""
-    peak = Peak()
-    gc.collect()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
-    except OSError:
-        yield peak
-        return
-    yield peak
-    peak.extra_bytes = max(0, _status("VmHWM") - before)
-
-
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {name}")

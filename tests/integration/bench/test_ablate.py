@@ -7,6 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from headrace.engine.engine import Engine
+from headrace.engine.evaluate.process_memory import peak_memory
 from headrace.engine.planner.calibration import read_measurement
 from headrace.engine.stopping import StopChecker
 from headrace.worker.bench import (
@@ -162,7 +163,7 @@ def test_measured_steps_are_what_the_planner_reads(model: Path, tmp_path: Path) 
 
 
 def test_peak_memory_sees_what_was_held_and_given_back() -> None:
-    with trial.peak_memory() as peak:
+    with peak_memory() as peak:
         held = bytearray(64 << 20)
         held[::4096] = b"x" * len(held[::4096])
         del held

@@ -1,0 +1,62 @@
+"""One way to run a model: its weights, how they are held, and the types beside them."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from headrace.engine.config import DType, EngineConfig
+from headrace.engine.evaluate.errors import EvaluateError
+
+_FLOATS: dict[str, DType] = {
+    "float": "auto",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "fp32": "float32",
+    "float32": "float32",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """`quantization` None: as the checkpoint stores its weights."""
+
+    model: str
+    quantization: str | None = None
+    dtype: DType = "auto"
+    kv_cache_dtype: str = "auto"
+
+    @classmethod
+    def read(
+        cls, model: str, quantization: str | None, dtype: str = "auto", kv: str = "auto"
+    ) -> "Variant":
+        """`quantization` may also be a float type: bf16, float32, ..."""
+        if dtype not in get_args(DType):
+            raise EvaluateError(f"dtype {dtype!r} is not one of {', '.join(get_args(DType))}")
+        chosen: DType = dtype  # type: ignore[assignment]
+        name = None if quantization is None else quantization.strip().lower()
+        if name in _FLOATS:
+            return cls(model, "float", _FLOATS[name] if chosen == "auto" else chosen, kv)
+        return cls(model, name or None, chosen, kv)
+
+    @property
+    def label(self) -> str:
+        """As reports call it, e.g. `smollm2 int4-g64, kv int8`."""
+        name = Path(self.model).name.removesuffix(".gguf")
+        parts = [name if self.quantization is None else f"{name} {self.quantization}"]
+        if self.dtype != "auto":
+            parts.append(self.dtype)
+        if self.kv_cache_dtype != "auto":
+            parts.append(f"kv {self.kv_cache_dtype}")
+        return ", ".join(parts)
+
+    def config(self, machine: EngineConfig) -> EngineConfig:
+        """`machine`: the settings that all variants share."""
+        return replace(
+            machine,
+            model=self.model,
+            quantization=self.quantization,
+            dtype=self.dtype,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
