@@ -33,7 +33,10 @@ def mcnemar_exact(lost: int, gained: int) -> float:
     """Two-sided p-value of McNemar's exact test: were gains and losses equally likely, how often
     would they be at least this unequal."""
     total = lost + gained
-    tail = sum(math.comb(total, k) for k in range(min(lost, gained) + 1))
+    tail = ways = 1
+    for k in range(min(lost, gained)):
+        ways = ways * (total - k) // (k + 1)
+        tail += ways
     return min(1.0, float(Fraction(2 * tail, 2**total)))
 
 

@@ -20,8 +20,8 @@ KV_TYPES: dict[str, KVType] = {
     "fp8": "fp8",
 }
 _BYTES = {"fp32": 4, "16-bit": 2, "int8": 1, "fp8": 1}
-SCALE_BYTES = 2
-"""A float16 scale for each token and head, for keys and for values, in the 8-bit types."""
+SCALE_BYTES = 4
+"""A float32 scale for each token and head, for keys and for values, in the 8-bit types."""
 
 
 def parse_kv_type(text: str) -> KVType:

@@ -92,7 +92,7 @@ def test_8_bit_kv_doubles_the_sequences_nearly() -> None:
     (wide,) = rows(*arguments)
     (narrow,) = rows(*arguments, "--kv-dtype", "fp8")
     assert 1.9 < narrow["max_sequences"] / wide["max_sequences"] <= 2.0
-    assert narrow["kv_bytes_per_token"] == 28 * 2 * 4 * (128 + 2)
+    assert narrow["kv_bytes_per_token"] == 28 * 2 * 4 * (128 + 4)
 
 
 def test_a_measurement_replaces_the_defaults_of_its_card(tmp_path: Path) -> None:

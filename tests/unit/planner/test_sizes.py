@@ -169,10 +169,10 @@ def test_a_window_in_blocks_keeps_one_block_more() -> None:
 
 
 def test_eight_bit_kv_halves_and_its_scales_are_counted() -> None:
-    """Two scales of 2 bytes a head and layer beside 2 x 128 bytes of values."""
+    """Two float32 scales a head and layer beside 2 x 128 bytes of values."""
     shape = catalog.shape("Llama-3-8B")
     assert kv_bytes_per_token(shape, "fp8", scales=False) * 2 == kv_bytes_per_token(shape)
-    assert kv_bytes_per_token(shape, "int8") == 32 * 2 * 8 * (128 + 2)
+    assert kv_bytes_per_token(shape, "int8") == 32 * 2 * 8 * (128 + 4)
 
 
 @pytest.mark.parametrize(("cards", "share"), [(1, 1), (2, 2), (4, 4), (8, 4)])
