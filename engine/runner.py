@@ -168,10 +168,12 @@ class ModelRunner:
                 with torch.inference_mode():
                     self._rows.update(batch)
                     inputs = self._rows.step_inputs(batch)
-                    wanted = np.arange(max(first - start, 0), end - start)
-                    hidden = self._hidden(inputs, wanted)
-                    logits = self._decoder.logits(hidden) if len(wanted) else None
-                if logits is not None:
+                    if end > first:
+                        wanted = np.arange(max(first - start, 0), end - start)
+                        logits = self._decoder.logits(self._hidden(inputs, wanted))
+                    else:  # only keys and values are needed; the least that a step can be asked for
+                        self._hidden(inputs, np.arange(1))
+                if end > first:
                     yield logits
         finally:
             self._rows.update(ScheduledBatch(0, (), (seq_id,), ()))
