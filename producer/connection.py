@@ -1,25 +1,30 @@
 """Connections to Redis, and the one loop that sends a call until it is answered.
 
-`connect` takes `redis://`, `rediss://`, `unix://` and
-`redis+sentinel://[user:password@]host:port[,host:port...]/SERVICE[/DB]`. Every call that goes
+`connect` takes `redis://`, `rediss://`, `unix://` and what `sentinel` reads. Every call that goes
 through here may be sent twice, so a lost reply, a restart, a fail-over or a replica that has just
 been demoted is answered by sending again, for `retry_for` seconds. Nothing here knows jobs.
 """
 
 import asyncio
+import contextlib
 import random
+import re
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
-from urllib.parse import parse_qs, unquote, urlsplit
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 import redis
 import redis.asyncio
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from headrace.producer import sentinel
 from headrace.producer.errors import QueueFull, RedisUnavailable
 from headrace.producer.scripts import Block, Commands, Eval, Pause, RedisCall
+
+C = TypeVar("C", redis.Redis, redis.asyncio.Redis)
 
 RETRY_FOR = 30.0
 BLOCK_SLACK = 5.0
@@ -60,78 +65,66 @@ def options(socket_timeout: float) -> dict[str, Any]:
 
 def connect(url: str, socket_timeout: float = 30.0) -> redis.Redis:
     """A client for a URL. Nothing is sent yet. RedisUnavailable for a URL that can't be used."""
-    if url.startswith("redis+sentinel://"):
-        return _sentinel(url, socket_timeout)
-    try:
-        settings = options(socket_timeout)
-        if url.startswith("unix://"):
-            # Options of TCP sockets, which redis-py's unix connection refuses.
-            del settings["socket_keepalive"], settings["socket_connect_timeout"]
-        return redis.Redis.from_url(url, **settings)
-    except ValueError as error:
-        raise RedisUnavailable(
-            f"{redacted(url)} is no Redis URL ({error}); use redis://, rediss://, unix:// or "
-            "redis+sentinel://"
-        ) from error
+    settings = _settings(url, socket_timeout)
+    with _refusing(url):
+        if url.startswith(sentinel.SCHEMES):
+            return _checked(sentinel.parse(url).client(**settings))
+        return _checked(redis.Redis.from_url(url, **settings))
 
 
 def connect_async(url: str, socket_timeout: float = 30.0) -> "redis.asyncio.Redis":
     """As `connect`, for asyncio."""
     from redis.asyncio.retry import Retry as AsyncRetry
 
-    settings = {**options(socket_timeout), "retry": AsyncRetry(NoBackoff(), 0)}
-    if url.startswith("redis+sentinel://"):
-        from redis.asyncio.sentinel import Sentinel
+    settings = {**_settings(url, socket_timeout), "retry": AsyncRetry(NoBackoff(), 0)}
+    with _refusing(url):
+        if url.startswith(sentinel.SCHEMES):
+            return _checked(sentinel.parse(url).async_client(**settings))
+        return _checked(redis.asyncio.Redis.from_url(url, **settings))
 
-        addresses, service, own = sentinel_parts(url)
-        quick = {"socket_timeout": 2.0, "socket_connect_timeout": 2.0}
-        sentinel = Sentinel(addresses, sentinel_kwargs=quick)  # type: ignore[no-untyped-call]
-        found: redis.asyncio.Redis = sentinel.master_for(service, **own, **settings)
-        return found
+
+def _settings(url: str, socket_timeout: float) -> dict[str, Any]:
+    settings = options(socket_timeout)
+    if url.startswith("unix://"):
+        # Options of TCP sockets, which redis-py's unix connection refuses.
+        del settings["socket_keepalive"], settings["socket_connect_timeout"]
+    return settings
+
+
+@contextlib.contextmanager
+def _refusing(url: str) -> Iterator[None]:
+    """What redis-py raises for a URL that it can't use, in our words."""
     try:
-        return redis.asyncio.Redis.from_url(url, **settings)
-    except ValueError as error:
-        raise RedisUnavailable(f"{redacted(url)} is no Redis URL ({error})") from error
-
-
-def sentinel_parts(url: str) -> tuple[list[tuple[str, int]], str, dict[str, Any]]:
-    """Sentinels' addresses, the service's name and connection settings of a sentinel URL."""
-    parts = urlsplit(url)
-    login, _, hosts = parts.netloc.rpartition("@")
-    path = [unquote(p) for p in parts.path.split("/") if p]
-    if not hosts or not path:
+        yield
+    except (ValueError, TypeError, redis.exceptions.RedisError) as error:
         raise RedisUnavailable(
-            "a sentinel URL is redis+sentinel://[user:password@]host:port[,host:port]/SERVICE[/DB]"
-        )
-    addresses = []
-    for address in hosts.split(","):
-        host, _, port = address.rpartition(":")
-        addresses.append((host or port, int(port) if host else 26379))
-    settings: dict[str, Any] = {"db": int(path[1]) if len(path) > 1 else 0}
-    if login:
-        user, _, password = login.rpartition(":")
-        settings["username"] = unquote(user) or None
-        settings["password"] = unquote(password)
-    query = parse_qs(parts.query)
-    if query.get("ssl", ["0"])[0] in ("1", "true"):
-        settings["ssl"] = True
-    return addresses, path[0], settings
+            f"{redacted(url)} is no Redis URL ({error}); use redis://, rediss://, unix:// or "
+            "redis+sentinel://"
+        ) from error
 
 
-def _sentinel(url: str, socket_timeout: float) -> redis.Redis:
-    from redis.sentinel import Sentinel
+_FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 
-    addresses, service, settings = sentinel_parts(url)
-    common = options(socket_timeout)
-    quick = {"socket_timeout": 2.0, "socket_connect_timeout": 2.0}
-    sentinel = Sentinel(addresses, sentinel_kwargs=quick)  # type: ignore[no-untyped-call]
-    client: redis.Redis = sentinel.master_for(service, **settings, **common)  # type: ignore[no-untyped-call]
+
+def _checked(client: C) -> C:
+    """The client, after making a connection that connects to nothing: an option that redis-py does
+    not know, or a certificate that is not there, is said now and not at the first call."""
+    pool: Any = getattr(client, "connection_pool")  # noqa: B009 (redis and redis.asyncio alike)
+    pool.connection_class(**pool.connection_kwargs)
+    for name in _FILES:
+        path = pool.connection_kwargs.get(name)
+        if path is not None and not Path(path).exists():
+            raise ValueError(f"{name}: there is no {path}")
     return client
 
 
+_SECRET = re.compile(r"([?&](?:sentinel_|ssl_)?password=)[^&]*")
+
+
 def redacted(url: str) -> str:
-    """The URL without its password."""
+    """The URL without its passwords."""
     parts = urlsplit(url)
+    url = _SECRET.sub(r"\1***", url)
     login, at, hosts = parts.netloc.rpartition("@")
     if not at or ":" not in login:
         return url
@@ -153,17 +146,35 @@ class Patience:
         if self._since is None:
             self._since = now
         delay = self._delay * random.uniform(0.5, 1.0)
-        if isinstance(error, FATAL) or now + delay - self._since > self._seconds:
+        if now + delay - self._since > self._seconds:
             raise unavailable(error) from error
         self._delay = min(self._delay * 2, 2.0)
         return delay
 
 
+_TLS_REMEDIES = {
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not trusted: name the CA with ssl_ca_certs=",
+    "CERTIFICATE_REQUIRED": "it asks for a certificate: add ssl_certfile= and ssl_keyfile=",
+    "HANDSHAKE_FAILURE": "it refused our certificate: look at ssl_certfile= and ssl_keyfile=",
+    "UNKNOWN_CA": "it does not trust our certificate: look at ssl_certfile=",
+}
+"""What OpenSSL says, and what to change in the URL. None of these heals by itself."""
+
+
+def _tls_remedy(error: Exception) -> str | None:
+    text = str(error).replace(" ", "_").upper()
+    return next((remedy for word, remedy in _TLS_REMEDIES.items() if word in text), None)
+
+
 def unavailable(error: Exception) -> RedisUnavailable:
     if isinstance(error, FATAL):
         return RedisUnavailable(f"Redis refused the login: {error}; check user and password")
+    remedy = _tls_remedy(error)
+    if remedy is not None:
+        return RedisUnavailable(f"no TLS connection to Redis ({error}): {remedy}")
     return RedisUnavailable(
-        f"Redis does not answer ({error}); check that it runs and the URL is right"
+        f"Redis does not answer ({error}); check that it runs and the URL is right (rediss:// for "
+        "a TLS port)"
     )
 
 
@@ -177,7 +188,7 @@ def is_full(error: Exception) -> bool:
 
 def is_transient(error: Exception) -> bool:
     """An answer that another try may change, a script's demoted master among them."""
-    if isinstance(error, FATAL):
+    if isinstance(error, FATAL) or _tls_remedy(error) is not None:
         return False
     if isinstance(error, TRANSIENT):
         return True
@@ -197,7 +208,7 @@ def translate(error: Exception) -> Exception:
             "Redis' memory is full (maxmemory, noeviction): wait for workers, forget old results, "
             "or give Redis more memory"
         )
-    if isinstance(error, FATAL):
+    if isinstance(error, FATAL) or _tls_remedy(error) is not None:
         return unavailable(error)
     if isinstance(error, redis.exceptions.NoPermissionError):
         return RedisUnavailable(f"the Redis user may not do this: {error}")

@@ -58,6 +58,7 @@ def test_stopped_with_the_answer_in_hand_its_late_result_is_refused_and_counted(
             HEADRACE_TEST_KILL_SIGNAL="STOP",
         )
         wait_until(lambda: stopped(zombie.process.pid), "it has stopped itself")
+        assert client.redis.zcard("rq:x:lease:tiny") == len(JOBS), "nothing was sent"
         heir = start(*WORKER, model=other_model)
         assert_all_from(other_engine, client)
         zombie.signal(signal.SIGCONT)

@@ -125,8 +125,6 @@ def _become_worker(order: dict[str, Any], run: Callable[[list[str]], Any]) -> No
 
 
 def _serve() -> None:
-    import torch  # noqa: F401
-
     from headrace.engine import engine, models, runner, tokenizer  # noqa: F401
     from headrace.worker import cli, kill_points, lease, process  # noqa: F401
 

