@@ -32,6 +32,7 @@ _LOOKS = {
     "aten::unique_dim",
     "aten::repeat_interleave",
 }
+_in_kernel = False
 _PEEKS = ("item", "tolist", "numpy", "cpu", "__array__", "__bool__", "__int__", "__float__")
 
 
@@ -51,31 +52,36 @@ class _NoLooks(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def as_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` stands for what a device does: it may look at values."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        global _in_kernel
+        before, _in_kernel = _in_kernel, True
+        try:
+            with _disable_current_modes():
+                return function(*args, **kwargs)
+        finally:
+            _in_kernel = before
+
+    return kernel
+
+
 @contextmanager
 def no_looking() -> Iterator[None]:
     """Inside, reading a tensor's values raises HostSync; a kernel under the interpreter may."""
     run = interpreter.GridExecutor.__call__
     originals = {name: getattr(Tensor, name) for name in _PEEKS}
-    in_kernel = False
 
     def refuse(name: str) -> Callable[..., Any]:
         def peek(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if not in_kernel:
+            if not _in_kernel:
                 raise HostSync(f"Tensor.{name} waits for the device")
             return originals[name](self, *args, **kwargs)
 
         return peek
 
-    def kernel(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal in_kernel
-        in_kernel = True
-        try:
-            with _disable_current_modes():
-                return run(self, *args, **kwargs)
-        finally:
-            in_kernel = False
-
-    interpreter.GridExecutor.__call__ = kernel
+    interpreter.GridExecutor.__call__ = as_kernel(run)
     for name in _PEEKS:
         setattr(Tensor, name, refuse(name))
     try:
