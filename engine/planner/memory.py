@@ -70,7 +70,7 @@ def plan_memory(
     if settings.graphs and not card.is_cpu:
         graphs = _GRAPH_SIZES * _GRAPH_LAYER * shape.num_layers
     tables = 2 * shape.max_position_embeddings * shape.head_dim * card.dtype_bytes
-    if card.is_cpu and shape.tied and scheme.kind == "float":
+    if card.is_cpu and shape.tied and scheme.kind != "gguf":
         tables += shape.embedding().num_params * card.dtype_bytes
     limit = settings.kv_cache_memory
     if limit is None and card.is_cpu:
