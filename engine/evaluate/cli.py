@@ -144,10 +144,12 @@ def _verify(model: str, chosen: dict[str, Any]) -> tuple[list[Tried], str | None
     if out is not None:
         _make(out)
     tried: list[Tried] = []
-    with _Bar(2 * len(work.questions)) as bar:
+    with _Bar(len(work.questions)) as bar:
         for one in evaluate(reference, candidates, work, bar.update):
             tried.append(one)
             bar.next(report.summary(one) if chosen["fallback"] else "")
+    if chosen["fallback"] is None and tried[0].failure is not None:
+        raise EvaluateError(tried[0].failure)
     name = names[len(tried) - 1] if tried[-1].holds else None
     if out is not None:
         document = json.dumps(report.document(tried, name), indent=1, ensure_ascii=False)
@@ -169,7 +171,7 @@ def _candidates(model: str, chosen: dict[str, Any]) -> tuple[list[str], list[Var
         raise EvaluateError("--fallback names nothing; write it as int4-g64,int8,bf16")
     return names, [
         Variant.read(name, None, *types)
-        if "/" in name or Path(name).exists()
+        if "/" in name or name.endswith(".gguf")
         else Variant.read(model, name, *types)
         for name in names
     ]
@@ -227,9 +229,11 @@ def _size(text: str | None) -> int | None:
 class _Bar:
     """Questions answered, on stderr; nothing where stderr is no terminal."""
 
-    def __init__(self, total: int) -> None:
-        self._bar = tqdm(total=total, unit="answer", disable=not sys.stderr.isatty(), leave=False)
-        self._done: dict[str, int] = {}
+    def __init__(self, per_model: int) -> None:
+        self._bar = tqdm(unit="answer", total=0, disable=not sys.stderr.isatty(), leave=False)
+        self._per_model = per_model
+        self._model = ""
+        self._done = 0
 
     def __enter__(self) -> "_Bar":
         return self
@@ -238,16 +242,18 @@ class _Bar:
         self._bar.close()
 
     def update(self, what: str, done: int, total: int) -> None:
+        model = what.removesuffix(": text")
+        if model != self._model:
+            self._model, self._done = model, 0
+            self._bar.total += self._per_model
         self._bar.set_description(what, refresh=False)
-        if not what.endswith(": text"):
-            self._bar.update(done - self._done.get(what, 0))
-            self._done[what] = done
+        self._bar.update(done - self._done)
+        self._done = done
 
     def next(self, line: str) -> None:
         """A candidate has ended; another may follow."""
         if line:
             self._bar.write(line, file=sys.stderr)
-        self._bar.total = (self._bar.total or 0) + (self._bar.total or 0) // (len(self._done) or 1)
 
 
 def _make(folder: Path) -> None:

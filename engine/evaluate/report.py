@@ -1,5 +1,6 @@
 """A comparison as JSON for programs and as Markdown for people."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -19,13 +20,24 @@ _SNIPPET = 60
 
 def document(tried: Sequence[Tried], chosen: str | None) -> dict[str, Any]:
     """Everything, as plain values: shares 0 to 1, sizes in bytes, times in seconds, divergences in
-    nats. `chosen`: the first candidate that holds, None without one."""
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "chosen": chosen,
-        "tried": [_tried(one) for one in tried],
-    }
+    nats; what is not finite is None. `chosen`: the first candidate that holds, None without one."""
+    found: dict[str, Any] = _finite(
+        {
+            "format": FORMAT,
+            "version": VERSION,
+            "chosen": chosen,
+            "tried": [_tried(one) for one in tried],
+        }
+    )
+    return found
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def markdown(tried: Sequence[Tried]) -> str:

@@ -34,7 +34,8 @@ class TextScore:
     @property
     def perplexity(self) -> float:
         """A token; comparable between models with one tokenizer only."""
-        return math.exp(self.nll / self.num_tokens)
+        mean = self.nll / self.num_tokens
+        return math.exp(mean) if mean < 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float:

@@ -6,6 +6,8 @@ from typing import get_args
 
 from headrace.engine.config import DType, EngineConfig
 from headrace.engine.evaluate.errors import EvaluateError
+from headrace.engine.quant import stored
+from headrace.engine.quant.choose import HEAD_SUFFIX, load_time_method
 
 _FLOATS: dict[str, DType] = {
     "float": "auto",
@@ -16,6 +18,13 @@ _FLOATS: dict[str, DType] = {
     "fp32": "float32",
     "float32": "float32",
 }
+
+
+def _check_known(name: str) -> None:
+    """EngineError for a name that no checkpoint and no method has: before minutes are spent."""
+    plain = name.removesuffix(HEAD_SUFFIX)
+    if plain not in (*_FLOATS, "none", *stored.NAMES):
+        load_time_method(plain)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +45,8 @@ class Variant:
             raise EvaluateError(f"dtype {dtype!r} is not one of {', '.join(get_args(DType))}")
         chosen: DType = dtype  # type: ignore[assignment]
         name = None if quantization is None else quantization.strip().lower()
+        if name:
+            _check_known(name)
         if name in _FLOATS:
             return cls(model, "float", _FLOATS[name] if chosen == "auto" else chosen, kv)
         return cls(model, name or None, chosen, kv)

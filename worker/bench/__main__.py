@@ -20,6 +20,7 @@ from headrace.worker.bench import (
     load_cli,
     plots,
     report,
+    schemes,
     side_by_side,
     step_profile,
     trial,
@@ -74,6 +75,15 @@ from headrace.worker.options import BytesType
 )
 @click.option("--load", "mode", flag_value="load", help="Load test: percentiles, goodput, P99.")
 @click.option("--ablate", "mode", flag_value="ablate", help="What each technique is worth.")
+@click.option(
+    "--schemes", "mode", flag_value="schemes", help="Speed, memory and perplexity of each scheme."
+)
+@click.option(
+    "--scheme",
+    "chosen_schemes",
+    multiple=True,
+    help="--schemes: only this one (int4-g64, gguf, float32, ...). May be repeated.",
+)
 @click.option("--profile", "mode", flag_value="profile", help="Where a step's time goes.")
 @click.option("--peers", "mode", flag_value="peers", help="Beside other engines, each installed.")
 @click.option(
@@ -107,6 +117,7 @@ def main(
     kv_cache_memory: int | None,
     measurement: bool,
     mode: str | None,
+    chosen_schemes: tuple[str, ...],
     chosen_peers: tuple[str, ...],
     install_peers: bool,
     **of_load: Any,
@@ -114,7 +125,8 @@ def main(
     """Measure this machine, with your model and your prompts.
 
     Without a mode: our engine, our engine through the queue and Transformers, side by side. Answers
-    have fixed lengths there and in --ablate and --profile (the end of sequence is ignored).
+    have fixed lengths there and in --ablate, --schemes and --profile (the end of sequence is
+    ignored).
     """
     if mode == "load":
         name = names[0] if names else "shared"
@@ -136,6 +148,11 @@ def main(
         report.write(out / "ablate.json", result)
         click.echo(ablate_report.table(result))
         plots.draw(ablate_report.plot, result, out / "ablate.png")
+        return
+    if mode == "schemes":
+        result = schemes.run(subject, names=chosen_schemes, limit=limit, repeats=repeats)
+        report.write(out / "schemes.json", result)
+        click.echo(schemes.table(result))
         return
     if mode == "peers":
         wanted = [peer for peer in PEERS if not chosen_peers or peer.name in chosen_peers]

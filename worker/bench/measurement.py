@@ -35,7 +35,7 @@ def measure(engine: Engine, model: str, scheme: str) -> list[Point]:
     points = []
     for batch in BATCHES:
         if batch <= engine.limits.max_num_seqs:
-            seconds = _decode(engine, batch, context)
+            seconds = decode_seconds(engine, batch, context)
             points.append(Point("decode", model, scheme, seconds, batch=batch, context=context))
     for tokens in sorted({min(64, prefill), prefill}):
         seconds = statistics.median(_prefill(engine, tokens) for _ in range(3))
@@ -55,7 +55,7 @@ def _request(index: int, length: int, max_tokens: int) -> BenchRequest:
     return BenchRequest(index, [33 + (7 * index + i * i) % 89 for i in range(length)], max_tokens)
 
 
-def _decode(engine: Engine, batch: int, context: int) -> float:
+def decode_seconds(engine: Engine, batch: int, context: int) -> float:
     """Seconds of a step in which `batch` sequences decode, none else."""
     salt = trial.new_salt()
     for index in range(batch):

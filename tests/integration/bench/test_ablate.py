@@ -184,3 +184,25 @@ def test_the_profile_command_writes_its_table(model: Path, prompts: Path, tmp_pa
     (profile,) = json.loads((tmp_path / "profile.json").read_text())["profiles"]
     assert profile["workload"] == "mine"
     assert profile["phases"]["decode"]["steps"] > 0
+
+
+def test_schemes_are_measured_beside_each_other(model: Path, prompts: Path, tmp_path: Path) -> None:
+    """Fewer bits take less memory and lie further away; one that cannot run says why."""
+    names = ["float32", "int8", "int3-g32", "int2-g32"]
+    chosen = [argument for name in names for argument in ("--scheme", name)]
+    result = CliRunner().invoke(
+        main,
+        [
+            *("--schemes", "--model", str(model), "--prompts", str(prompts), "--repeats", "1"),
+            *("--threads", "1", "--kv-cache-memory", "16M", "--out", str(tmp_path), *chosen),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    document = json.loads((tmp_path / "schemes.json").read_text())
+    exact, int8, int3, int2 = document["rows"]
+    assert [row["scheme"] for row in document["rows"]] == names
+    assert exact["linear_bytes"] > 3 * int8["linear_bytes"] > 3 * int3["linear_bytes"]
+    assert exact["kl"] is None and 0 < int8["kl"] < int3["kl"]
+    assert exact["rates"]["mine"] > 0 and exact["alone"] > 0
+    assert "'int2-g32' is not supported" in int2["failure"]
+    assert "| int8 |" in result.output and "(1.00)" in result.output

@@ -94,13 +94,13 @@ def test_fallback_prints_the_first_that_holds_and_what_it_passed_over(
 ) -> None:
     """A scheme that cannot run is passed over by name."""
     result = run(
-        *(model, "--fallback", "int3-g32,int2-g32,fp32,int8", "--questions", questions),
+        *(model, "--fallback", "int3-g32,gptq,fp32,int8", "--questions", questions),
         *("--text", text, "--out", str(tmp_path)),
     )
     assert result.exit_code == 0, result.output
     assert result.stdout == "fp32\n"
     assert "tiny int3-g32: does not hold" in result.stderr
-    assert "tiny int2-g32: cannot run: quantization 'int2-g32' is not supported" in result.stderr
+    assert "tiny gptq: cannot run: quantization 'gptq' is not what" in result.stderr
     document = json.loads((tmp_path / "verify.json").read_text())
     assert document["chosen"] == "fp32"
     assert [one["holds"] for one in document["tried"]] == [False, False, True]
@@ -143,6 +143,8 @@ def test_the_shipped_questions_and_text_are_the_default(model: str) -> None:
         (["--quantization", "int8", "--text", "missing.txt"], "cannot be read"),
         (["--quantization", "int8", "--kv-cache-memory", "lots"], "--kv-cache-memory"),
         (["--against", "/nowhere/model"], "/nowhere/model does not exist"),
+        (["--against", "/nowhere/model", "--quantization", "int5"], "'int5' is not supported"),
+        (["--fallback", "int8,int2-g32"], "'int2-g32' is not supported"),
     ],
 )
 def test_bad_input_is_named_and_ends_with_status_2(
