@@ -245,7 +245,7 @@ class _Bar:
         model = what.removesuffix(": text")
         if model != self._model:
             self._model, self._done = model, 0
-            self._bar.total += self._per_model
+            self._bar.total = (self._bar.total or 0) + self._per_model
         self._bar.set_description(what, refresh=False)
         self._bar.update(done - self._done)
         self._done = done

@@ -61,7 +61,7 @@ def run(
 ) -> dict[str, Any]:
     """`names` empty: `schemes_of`. `limit`: requests of each workload, None: the first 16."""
     work = {name: requests[: limit or REQUESTS] for name, requests in subject.work.items()}
-    rows = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         reader = TextReader(text or read_text(DEFAULT), text_tokens, Path(folder))
         for name in names or schemes_of(subject):
