@@ -6,12 +6,15 @@ CUDA it is called at once and enqueues kernels and copies; a device of another k
 later. Knows no model.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+_REPEATS = 10  # of what is timed
 
 
 class Mark(Protocol):
@@ -59,6 +62,10 @@ class Accelerator(Protocol):
         """Do `work` once to warm it up, and record it."""
         ...
 
+    def seconds(self, work: Callable[[], None]) -> float:
+        """How long the device takes for `work` when it is done over and over."""
+        ...
+
     def memory(self) -> Memory: ...
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
@@ -100,6 +107,11 @@ class HostAccelerator:
     def capture(self, work: Callable[[], Tensor]) -> Captured:
         return _Repeated(work)
 
+    def seconds(self, work: Callable[[], None]) -> float:
+        started = time.perf_counter()
+        work()
+        return time.perf_counter() - started
+
     def memory(self) -> Memory:
         import psutil
 
@@ -109,6 +121,10 @@ class HostAccelerator:
     def peak_bytes(self, work: Callable[[], None]) -> int:
         work()
         return 0
+
+
+def _timer() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class _CudaMark:
@@ -162,6 +178,22 @@ class CudaAccelerator:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             output = work()
         return _CudaGraph(graph, output)
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        def repeated() -> Tensor:
+            for _ in range(_REPEATS):
+                work()
+            return torch.empty(0, device=self.device)
+
+        # As a graph: the host takes longer to launch a small kernel than the device to run it.
+        graph = self.capture(repeated)
+        start, end = _timer(), _timer()
+        graph.replay()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000 / _REPEATS
 
     def memory(self) -> Memory:
         free, total = torch.cuda.mem_get_info(self.device)

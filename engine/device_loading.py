@@ -16,6 +16,7 @@ from headrace.engine.layers.triton_backend import TritonBackend, TritonPlan
 from headrace.engine.loading.checkpoint import Checkpoint
 from headrace.engine.models.config import ModelConfig
 from headrace.engine.models.decoder import Decoder
+from headrace.engine.shared_prefix_crossover import measured_crossover
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ def device_runner(
         )
     with torch.inference_mode():
         cache = allocate(config, model, backend, backend.dtype, accelerator.device, budget)
+    shares = config.enable_shared_prefix_attention and not config.deterministic
+    if shares and accelerator.device.type == "cuda":
+        backend.shared_tokens = measured_crossover(accelerator, backend, model, cache, config)
     runner = DeviceRunner(
         config,
         checkpoint,

@@ -28,6 +28,7 @@ from headrace.engine.loading.checkpoint import Checkpoint
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.runner import FinishedStep, ModelRunner, RunnerInfo
 from headrace.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from headrace.engine.shared_prefix_crossover import NEVER
 from headrace.engine.step_buffers import Array, OutputBuffer, Stage, StepBuffer, StepOutputs
 from headrace.kernels.shared_prefix_attention import PrefixGroups
 
@@ -107,6 +108,7 @@ class DeviceRunner(ModelRunner):
         self._accelerator = accelerator
         self._max_rows = rows
         self._deterministic = config.deterministic
+        self._shared_tokens = backend.shared_tokens
         self._fresh: list[NewRow] = []
         # One row more than sequences: padding reads and writes that one and the dummy block.
         width = -(-max_model_len // cache.block_size)
@@ -141,8 +143,8 @@ class DeviceRunner(ModelRunner):
         attention = "Triton paged attention"
         if self._deterministic:
             attention += ", fixed splits"
-        else:
-            attention += ", shared prefixes read once for a group"
+        elif self._shared_tokens < NEVER:
+            attention += f", shared prefixes read once from {self._shared_tokens} tokens a row on"
         matmul = "batch-invariant Triton" if self._deterministic else "cuBLAS"
         if self._accelerator.device.type == "cpu":
             matmul = "batch-invariant Triton" if self._deterministic else "torch on the CPU"
@@ -279,7 +281,7 @@ class DeviceRunner(ModelRunner):
         if limit:
             prefixes = most_saving(prefixes, GRAPH_GROUPS)
         count = len(attention.context_lens)
-        found = prefix_arrays(prefixes, count, self.block_size)
+        found = prefix_arrays(prefixes, count, self.block_size, self._shared_tokens)
         if found is None:
             return 0, 0, 0
         offsets, members, lens, longest = found
@@ -375,7 +377,9 @@ class DeviceRunner(ModelRunner):
             self._accelerator,
             graph_sizes(self._max_rows),
             self._captured_decode,
-            shared=config.enable_shared_prefix_attention and not config.deterministic,
+            shared=config.enable_shared_prefix_attention
+            and not config.deterministic
+            and self._shared_tokens < NEVER,
         )
         host = self._buffer.begin()
         self._pad(host.host, 0, self._max_rows)

@@ -29,8 +29,9 @@ from headrace.kernels.rotary import rotary_and_store
 from headrace.kernels.shared_prefix_attention import PrefixGroups, shared_prefix_attention
 
 SHARED_TOKENS = 256
-"""Shared keys from which a prefix is read once for its group. Published crossovers lie between 128
-(half as fast as reading it for each sequence) and 256 (twice as fast) shared tokens."""
+"""Keys that a step must spare, for each of its rows on average, by reading shared prefixes once: it
+costs a pass over the prefixes and one that merges. Until it is measured on the device itself:
+published crossovers lie between 128 (half as fast) and 256 shared tokens (twice as fast)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class TritonBackend:
     ) -> None:
         self.dtype = dtype
         self.deterministic = deterministic
+        self.shared_tokens = SHARED_TOKENS
         self._config = config
         self._device = device
         self._scale = config.head_dim**-0.5
@@ -120,7 +122,9 @@ class TritonBackend:
         lengths = np.diff(metadata.query_starts)
         groups = None
         if not self.deterministic:
-            found = prefix_arrays(metadata.prefixes, len(lengths), metadata.block_size)
+            found = prefix_arrays(
+                metadata.prefixes, len(lengths), metadata.block_size, self.shared_tokens
+            )
             if found is not None:
                 offsets, members, lens = (torch.from_numpy(part).to(device) for part in found[:3])
                 groups = PrefixGroups(offsets, members, lens, found[3])
@@ -193,18 +197,18 @@ PrefixArrays = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], in
 
 
 def prefix_arrays(
-    prefixes: Sequence[SharedPrefix], num_rows: int, block_size: int
+    prefixes: Sequence[SharedPrefix], num_rows: int, block_size: int, shared_tokens: int
 ) -> PrefixArrays | None:
-    """(offsets, members, prefix_lens, longest) of `PrefixGroups`, for the groups that share at
-    least SHARED_TOKENS; None when there are none."""
-    worth = [prefix for prefix in prefixes if prefix.num_blocks * block_size >= SHARED_TOKENS]
-    if not worth:
+    """(offsets, members, prefix_lens, longest) of `PrefixGroups`; None unless reading the prefixes
+    once spares `shared_tokens` keys or more for each of the step's rows."""
+    spared = sum((len(prefix.rows) - 1) * prefix.num_blocks for prefix in prefixes) * block_size
+    if not prefixes or spared < shared_tokens * num_rows:
         return None
-    offsets = np.zeros(len(worth) + 1, dtype=np.int32)
-    np.cumsum([len(prefix.rows) for prefix in worth], out=offsets[1:])
-    members = np.concatenate([prefix.rows for prefix in worth]).astype(np.int32)
+    offsets = np.zeros(len(prefixes) + 1, dtype=np.int32)
+    np.cumsum([len(prefix.rows) for prefix in prefixes], out=offsets[1:])
+    members = np.concatenate([prefix.rows for prefix in prefixes]).astype(np.int32)
     lens = np.zeros(num_rows, dtype=np.int32)
-    for prefix in worth:
+    for prefix in prefixes:
         lens[prefix.rows] = prefix.num_blocks * block_size
     return offsets, members, lens, int(lens.max())
 

@@ -125,6 +125,9 @@ class DelayedAccelerator:
             work()
         return _Recorded(work)
 
+    def seconds(self, work: Callable[[], None]) -> float:
+        raise AssertionError("a late device is not timed")
+
     def memory(self) -> Memory:
         return Memory(1 << 30, 1 << 30)
 

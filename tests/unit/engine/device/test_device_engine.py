@@ -57,7 +57,7 @@ def test_a_shared_prefix_is_read_once_and_changes_no_token(
         return [*rest, request("alone", [8, 9], 2)]
 
     expected = answers(on_cpu(model, max_num_batched_tokens=64), requests())
-    monkeypatch.setattr(triton_backend, "SHARED_TOKENS", 32)
+    monkeypatch.setattr(triton_backend, "SHARED_TOKENS", 16)
     calls = []
     shared = triton_backend.shared_prefix_attention
 

@@ -1,6 +1,7 @@
 """What a device is asked before a model runs on it: its type, its memory, what is refused."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,13 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.device_loading import pool_bytes, step_bytes
 from headrace.engine.engine import Engine
 from headrace.engine.errors import EngineError
+from headrace.engine.kv.cache import allocate
 from headrace.engine.layers.backend import SharedPrefix
 from headrace.engine.layers.triton_backend import TritonBackend, prefix_arrays
 from headrace.engine.loading.random_weights import random_checkpoint
 from headrace.engine.models.decoder import load_decoder
 from headrace.engine.runner import build_runner, choose_cuda_dtype, choose_device
+from headrace.engine.shared_prefix_crossover import NEVER, crossover, measured_crossover
 
 GIB = 1 << 30
 AMPERE, TURING, VOLTA = (8, 0), (7, 5), (7, 0)
@@ -143,18 +146,51 @@ def test_a_random_checkpoint_is_the_same_each_time_and_runs() -> None:
     assert found[0][0] != found[2][0] and found[0][1] != found[2][1]
 
 
-def test_only_prefixes_that_pay_are_grouped() -> None:
-    """Blocks of 16: 256 shared tokens are worth a pass of their own, 240 are not."""
-
-    def shared(rows: list[int], blocks: int) -> SharedPrefix:
-        return SharedPrefix(np.array(rows, dtype=np.int64), blocks)
-
-    assert prefix_arrays([shared([0, 1], 15)], 4, 16) is None
-    found = prefix_arrays([shared([0, 1], 15), shared([2, 3, 5], 16)], 6, 16)
+def test_prefixes_are_read_once_when_that_spares_enough() -> None:
+    """Three rows of six share 32 blocks of 16: two of them are spared 512 keys, 170 for each row
+    of the step."""
+    prefix = SharedPrefix(np.array([2, 3, 5], dtype=np.int64), 32)
+    assert prefix_arrays([prefix], 6, 16, 171) is None
+    assert prefix_arrays([], 6, 16, 0) is None
+    found = prefix_arrays([prefix], 6, 16, 170)
     assert found is not None
     offsets, members, lens, longest = found
     assert offsets.tolist() == [0, 3] and members.tolist() == [2, 3, 5]
-    assert lens.tolist() == [0, 0, 256, 256, 0, 256] and longest == 256
+    assert lens.tolist() == [0, 0, 512, 512, 0, 512] and longest == 512
+
+
+@pytest.mark.parametrize(
+    ("gains", "wanted"),
+    [
+        ({128: -1, 256: 1, 512: 2}, 256),
+        ({128: 1, 256: -1, 512: 2}, 512),  # what is faster at 128 only was luck
+        ({128: -2, 256: -1, 512: 0}, NEVER),
+        ({128: 1, 256: 1, 512: 1}, 128),
+    ],
+)
+def test_the_crossover_is_where_it_pays_from_then_on(gains: dict[int, int], wanted: int) -> None:
+    found = crossover(lambda length: 10.0 + gains[length], lambda _: 10.0, list(gains))
+    assert found == wanted
+
+
+def test_the_crossover_is_measured_on_the_pool_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows on 128 shared tokens, apart and together, each timed once under the interpreter; a
+    stopped clock makes the second the faster one."""
+    checkpoint = random_checkpoint(tiny.tiny_config("llama"))
+    config = EngineConfig("m", max_num_seqs=2, kv_cache_memory_bytes=17 * 8192)
+    backend = TritonBackend(checkpoint.config, 256, torch.float32, torch.device("cpu"))
+    cache = allocate(config, checkpoint.config, backend, torch.float32, torch.device("cpu"))
+    took = iter((1.0, 2.0))
+    device = HostAccelerator()
+
+    def seconds(work: Callable[[], None]) -> float:
+        work()
+        return next(took)
+
+    monkeypatch.setattr(device, "seconds", seconds)
+    with np.errstate(all="ignore"):
+        found = measured_crossover(device, backend, checkpoint.config, cache, config)
+    assert found == 64  # one of two rows is spared 128
 
 
 def test_the_model_is_named_after_its_folder_not_its_path(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_rows_on_the_device_follow_preemption_and_reuse(
     settings = {**TIGHT, "enable_prefix_caching": prefix_caching}
     expected = answers(on_cpu(model, **settings), crowd())
     use_references(monkeypatch)
-    monkeypatch.setattr(triton_backend, "SHARED_TOKENS", 16)
+    monkeypatch.setattr(triton_backend, "SHARED_TOKENS", 1)
     engine, _ = on_device(model, monkeypatch, **settings)
     engine._scheduler.predictor.average = 1.0
     for seq in crowd():
