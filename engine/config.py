@@ -1,9 +1,22 @@
 """What the operator chose for the engine. Frozen; what the machine answers is kept elsewhere."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from headrace.engine.errors import EngineError
+
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+FLOAT_TYPES: dict[str, DType] = {
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "fp16": "float16",
+    "float16": "float16",
+    "fp32": "float32",
+    "float32": "float32",
+}
+"""Names of float types as a `quantization`: the weights as floats of that type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +54,14 @@ class EngineConfig:
     tensor_parallel_size: int = 1
     num_threads: int | None = None
     max_prefix_delay: int = 64
+
+
+def with_float_type(config: EngineConfig) -> EngineConfig:
+    """`quantization` bf16 and the like, said as float weights and `dtype`. Raises EngineError when
+    `dtype` says something else."""
+    dtype = FLOAT_TYPES.get((config.quantization or "").strip().lower())
+    if dtype is None:
+        return config
+    if config.dtype not in ("auto", dtype):
+        raise EngineError(f"quantization {config.quantization!r} contradicts dtype {config.dtype}")
+    return replace(config, quantization="float", dtype=dtype)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.batch import NewRow, SampledTokens, ScheduledBatch, ScheduledRow, StepHandle
-from headrace.engine.config import EngineConfig
+from headrace.engine.config import EngineConfig, with_float_type
 from headrace.engine.errors import EngineError
 from headrace.engine.input_batch import InputBatch, StepInputs
 from headrace.engine.kv.cache import KVCache, allocate
@@ -231,6 +231,7 @@ def load_runner(config: EngineConfig) -> ModelRunner:
 def build_runner(config: EngineConfig, checkpoint: Checkpoint) -> ModelRunner:
     """A runner for a checkpoint that is open already, `loading.random_weights` makes one without
     files; `config.model` only names it. Errors as in `load_runner`."""
+    config = with_float_type(config)
     device = choose_device(config.device)
     if config.tensor_parallel_size != 1:
         raise EngineError("tensor_parallel_size above 1 is not supported")

@@ -79,7 +79,7 @@ _LOOP = LoopSettings()
 @option(
     "--quantization",
     env="QUANTIZATION",
-    help="Weights: int8-dynamic, int8, int4-g64, nf4, ...; default: as the checkpoint stores them.",
+    help="Weights: int8-dynamic, int8, int4-g64, nf4, bf16, ...; default: as they are stored.",
 )
 @option(
     "--kv-cache-dtype",

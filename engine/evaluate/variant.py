@@ -4,26 +4,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
-from headrace.engine.config import DType, EngineConfig
+from headrace.engine.config import FLOAT_TYPES, DType, EngineConfig
 from headrace.engine.evaluate.errors import EvaluateError
 from headrace.engine.quant import stored
-from headrace.engine.quant.choose import HEAD_SUFFIX, load_time_method
-
-_FLOATS: dict[str, DType] = {
-    "float": "auto",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "fp32": "float32",
-    "float32": "float32",
-}
+from headrace.engine.quant.choose import FLOAT, HEAD_SUFFIX, load_time_method
 
 
 def _check_known(name: str) -> None:
     """EngineError for a name that no checkpoint and no method has: before minutes are spent."""
     plain = name.removesuffix(HEAD_SUFFIX)
-    if plain not in (*_FLOATS, "none", *stored.NAMES):
+    if plain not in (*FLOAT_TYPES, FLOAT, "none", *stored.NAMES):
         load_time_method(plain)
 
 
@@ -47,8 +37,10 @@ class Variant:
         name = None if quantization is None else quantization.strip().lower()
         if name:
             _check_known(name)
-        if name in _FLOATS:
-            return cls(model, "float", _FLOATS[name] if chosen == "auto" else chosen, kv)
+        if name in FLOAT_TYPES:
+            if chosen not in ("auto", FLOAT_TYPES[name]):
+                raise EvaluateError(f"quantization {name!r} contradicts dtype {dtype}")
+            return cls(model, FLOAT, FLOAT_TYPES[name], kv)
         return cls(model, name or None, chosen, kv)
 
     @property

@@ -147,6 +147,14 @@ def test_a_tied_head_that_is_stored_once_more_is_no_surprise(tmp_path: Path) -> 
     assert torch.equal(load(folder).logits([1, 2, 3]), before)
 
 
+def test_a_float_type_is_a_quantization_too(folder: Path) -> None:
+    """So that what `headrace verify --fallback` prints is what a worker takes."""
+    runner = load(folder, quantization="bf16", dtype="auto")
+    assert (runner.dtype, runner.quantization) == ("bfloat16", "none")
+    with pytest.raises(EngineError, match="'fp32' contradicts dtype bfloat16"):
+        load(folder, quantization="fp32", dtype="bfloat16")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bit_weights_are_widened_exactly(dtype: str, tmp_path: Path) -> None:
     stored = load(tiny.write_checkpoint(tmp_path / "a", dtype=dtype), dtype="float32")
