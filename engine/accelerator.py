@@ -6,6 +6,7 @@ CUDA it is called at once and enqueues kernels and copies; a device of another k
 later. Knows no model.
 """
 
+import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -174,9 +175,15 @@ class CudaAccelerator:
         work()
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
-        # Other threads (heartbeats, metrics) may go on; only this one must not allocate outside.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            output = work()
+        collects = gc.isenabled()
+        gc.disable()  # a kernel that is collected now is unloaded, which no capture survives
+        try:
+            # Other threads (heartbeats, metrics) may go on; only this one must not allocate.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                output = work()
+        finally:
+            if collects:
+                gc.enable()
         return _CudaGraph(graph, output)
 
     def seconds(self, work: Callable[[], None]) -> float:

@@ -12,6 +12,7 @@ import tiny
 import torch
 from device_engines import answers, mixed_requests, on_cpu, on_device, request, tokens_of
 from safetensors.torch import load_file, save_file
+from triton_interpreter import repair
 
 from headrace.engine.layers import triton_backend
 from headrace.engine.sequence import Sequence
@@ -117,3 +118,31 @@ def test_deterministic_answers_do_not_depend_on_the_batch(
     beside = answers(engine, [*others, asked()])
     assert beside["asked"] == alone["asked"]
     assert "batch-invariant" in str(engine.runner.info)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "length", "tolerance"),
+    [
+        ("mistral", "float32", 40, 1e-3),
+        ("qwen2", "float16", 9, 0.05),
+        ("llama", "bfloat16", 9, 0.5),
+    ],
+)
+def test_logits_are_near_the_cpu_s_in_every_type(
+    family: str,
+    dtype: str,
+    length: int,
+    tolerance: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sliding window of 24 on 40 tokens, biases, and both 16-bit types, whose rounding (2**-11
+    and 2**-8 of logits of up to 8) adds up over two layers."""
+    repair()
+    folder = tiny.write_checkpoint(tmp_path / "model", family)
+    prompt = [(13 * k) % 250 for k in range(length)]
+    expected = on_cpu(folder).runner.logits(prompt)
+    engine, _ = on_device(folder, monkeypatch, dtype=dtype)
+    found = engine.runner.logits(prompt)
+    assert found.dtype == torch.float32
+    assert float((found - expected).abs().max()) < tolerance
