@@ -25,12 +25,13 @@ class EngineConfig:
 
     `device`: auto (a CUDA device if there is one), cpu, cuda or cuda:N. On CUDA `enforce_eager`
     captures no graphs, and `async_scheduling` launches a step before the tokens of the one before
-    are read.
-    `dtype` auto: the checkpoint's 16-bit type where the device multiplies it natively (on a CPU:
-    avx512_bf16 or AMX), else float32. `kv_cache_memory_bytes` None: measured, a share
-    (`gpu_memory_utilization`) of what is free after the weights are loaded. `num_threads` None:
-    from the CPU quota (cgroup), not from the host's cores. `max_prefix_delay`: most steps a
-    waiting sequence is held back so that it finds a prefix that another one is computing now.
+    are read. `dtype` auto: on a CPU the checkpoint's 16-bit type where the CPU multiplies it
+    natively (avx512_bf16 or AMX), else float32; on CUDA its 16-bit type, float16 below compute
+    capability 8.0. `kv_cache_memory_bytes` None: measured. On CUDA `gpu_memory_utilization` is the
+    share of the device's memory that weights, steps and KV pool take together, on a CPU the pool's
+    share of what is free after the weights are loaded. `num_threads` None: from the CPU quota
+    (cgroup), not from the host's cores. `max_prefix_delay`: most steps a waiting sequence is held
+    back so that it finds a prefix that another one is computing now.
     """
 
     model: str

@@ -67,7 +67,8 @@ _LOOP = LoopSettings()
     env="GPU_MEMORY_UTILIZATION",
     type=click.FloatRange(0.05, 1.0),
     default=_ENGINE.gpu_memory_utilization,
-    help="Share of the free memory that the KV pool takes when it is measured.",
+    help="Share of a GPU's memory for weights, steps and KV pool; on a CPU share of the free memory"
+    " for the KV pool.",
 )
 @option(
     "--dtype",
@@ -75,7 +76,12 @@ _LOOP = LoopSettings()
     type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
     default="auto",
 )
-@option("--device", env="DEVICE", default="auto")
+@option(
+    "--device",
+    env="DEVICE",
+    default="auto",
+    help="cpu, cuda or cuda:N; auto: a CUDA device if there is one.",
+)
 @option(
     "--quantization",
     env="QUANTIZATION",
