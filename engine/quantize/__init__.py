@@ -1,0 +1,1 @@
+"""Making quantized checkpoints: GPTQ, AWQ and rounding to nearest, layer by layer."""
