@@ -18,8 +18,8 @@ _STEPS = 20
 
 @dataclass(frozen=True, slots=True)
 class ScaleSearch:
-    """`scales` float32 [in]: multiply the weight's columns, divide the inputs. `exponent` 0: rounding
-    to nearest as it is was best."""
+    """`scales` float32 [in]: multiply the weight's columns, divide the inputs. `exponent` 0: none
+    was better than rounding to nearest as it is."""
 
     scales: Tensor
     exponent: float

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headrace.engine.config import EngineConfig
+from headrace.engine.errors import CheckpointError
 from headrace.engine.layers.backend import AttentionMetadata, Backend, HeadNorms, LayerKV
 from headrace.engine.loading.checkpoint import TensorSource
 from headrace.engine.models.config import ModelConfig
@@ -76,7 +77,10 @@ def load_layer(config: ModelConfig, source: TensorSource, index: int) -> LayerFl
     specs = layer_specs(config)[index]
 
     def load(name: str) -> Tensor:
-        return source.load(name).float()
+        tensor = source.load(name).float()
+        if not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{name} holds values that are not finite; the file is damaged")
+        return tensor
 
     norms = [load(name) for name in norm_names(config, index)]
     return LayerFloats(

@@ -79,7 +79,7 @@ def _windows(
     step = length - len(head)
     for start in range(0, len(tokens), step):
         window = [*head, *tokens[start : start + step]]
-        if len(window) == length or partial and len(window) > 1:
+        if len(window) == length or (partial and len(window) > 1):
             yield window
 
 
@@ -136,7 +136,7 @@ def _line_tokens(line: str, where: str, tokenizer: Tokenizer) -> list[int]:
     messages = value.get("messages")
     if messages is not None:
         try:
-            text = tokenizer.render_chat(messages, add_generation_prompt=False)
+            text: Any = tokenizer.render_chat(messages, add_generation_prompt=False)
         except (RequestError, TypeError, ValueError) as error:
             raise EngineError(f"{where}: messages cannot be rendered: {error}") from error
     else:

@@ -11,8 +11,18 @@ from tqdm import tqdm
 from headrace.engine.errors import EngineError
 from headrace.engine.quantize.recipe import BITS, make_recipe
 from headrace.engine.quantize.report import FILE
-from headrace.engine.quantize.run import Source, TextOptions, quantize_model
+from headrace.engine.quantize.run import (
+    SAMPLES,
+    SEQUENCE_LENGTH,
+    TextOptions,
+    quantize_model,
+)
+from headrace.engine.quantize.source import Source
 from headrace.engine.runner import available_threads
+
+
+class _Refusal(click.ClickException):
+    exit_code = 2
 
 
 @click.command(context_settings={"auto_envvar_prefix": "HEADRACE_QUANTIZE"})
@@ -42,14 +52,14 @@ from headrace.engine.runner import available_threads
 @click.option(
     "--samples",
     type=click.IntRange(min=1),
-    default=TextOptions.samples,
+    default=SAMPLES,
     show_default=True,
     help="Sequences of calibration text, at most.",
 )
 @click.option(
     "--sequence-length",
     type=click.IntRange(min=2),
-    default=TextOptions.sequence_length,
+    default=SEQUENCE_LENGTH,
     show_default=True,
     help="Tokens of a sequence.",
 )
@@ -145,9 +155,7 @@ def quantize(
                 source, recipe, target, texts, restart=restart, on_layer=on_layer
             )
     except EngineError as error:
-        refusal = click.ClickException(str(error))
-        refusal.exit_code = 2
-        raise refusal from error
+        raise _Refusal(str(error)) from error
     except KeyboardInterrupt:
         click.echo("interrupted: the same command goes on where it stopped", err=True)
         raise

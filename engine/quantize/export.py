@@ -9,11 +9,11 @@ from typing import Any
 from tokenizers import processors
 
 from headrace.engine.errors import EngineError
+from headrace.engine.layers.rope import inverse_frequencies
 from headrace.engine.loading import gguf_tokenizer
 from headrace.engine.loading.gguf import config_values
 from headrace.engine.loading.gguf_file import GGUFFile, read_gguf
 from headrace.engine.models.config import RopeConfig
-from headrace.engine.layers.rope import inverse_frequencies
 
 _COPIED = (
     *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
@@ -28,7 +28,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
 }
 _LLAMA3_FACTORS = (8.0, 32.0)
-_LLAMA3 = {
+_LLAMA3: dict[str, Any] = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,

@@ -7,6 +7,7 @@ best spread over those after it.
 """
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -140,7 +141,7 @@ def _blocks(columns: int, group: int, contiguous: bool) -> list[tuple[int, int]]
     if contiguous and group > _BLOCK:
         edges |= set(range(0, columns, group))
     ordered = [*sorted(edges), columns]
-    return list(zip(ordered, ordered[1:], strict=False))
+    return list(pairwise(ordered))
 
 
 def _block_cost(hessian: Tensor, members: Tensor, dtype: torch.dtype) -> Tensor:

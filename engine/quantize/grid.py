@@ -26,7 +26,7 @@ class GridSpec:
 
     @property
     def top(self) -> int:
-        return 2**self.bits - 1
+        return (1 << self.bits) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ def to_codes(weight: Tensor, scales: Tensor, zeros: Tensor, spec: GridSpec) -> T
 def round_groups(
     weight: Tensor, group: int, spec: GridSpec, cost: Tensor | None = None
 ) -> QuantizedMatrix:
-    """A weight [out, in] rounded to nearest in groups of consecutive columns, which `group` divides.
+    """A weight [out, in] rounded to nearest in groups of consecutive columns; `group` divides them.
 
     `cost` [in, in]: what the search of the grid weighs errors by, group by group.
     """

@@ -39,7 +39,7 @@ class PartReport:
 
 @dataclass(slots=True)
 class QuantizedLayer:
-    """`norms` float32, by the tensor's name; `biases` by the part's prefix."""
+    """By the part's prefix."""
 
     matrices: dict[str, QuantizedMatrix] = field(default_factory=dict)
     reports: list[PartReport] = field(default_factory=list)
@@ -118,7 +118,7 @@ class LayerQuantizer:
         for span, _ in texts.spans():
             after[span] += layer.multiply(layer.output, mixed[span])
             moments.add(backend.rms_norm(after[span], layer.post_norm, eps))
-        del mixed
+        mixed = torch.empty(0)
 
         def into_post_norm(scales: Tensor) -> Tensor:
             layer.post_norm, effective = self._folded(layer.post_norm, scales)
@@ -183,7 +183,7 @@ class LayerQuantizer:
     ) -> QuantizedMatrix:
         """Rounded to nearest, each part with the ranges that cost least if that is asked for."""
         pieces = []
-        for part, rows in zip(spec.parts, weight.split(list(spec.out_features)), strict=True):
+        for part, rows in zip(spec.parts, torch.split(weight, spec.out_features), strict=True):
             clip = self._recipe.clip and not part.endswith(_UNCLIPPED)
             pieces.append(round_groups(rows, group, replace(self._spec, search=clip), hessian))
         return QuantizedMatrix(

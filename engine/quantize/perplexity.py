@@ -33,9 +33,10 @@ class Perplexity:
             states = texts.states[start : start + length - 1]
             targets = texts.token_ids[start + 1 : start + length]
             normed = texts.backend.rms_norm(states, final_norm, self._config.rms_norm_eps)
-            for rows, wanted in zip(normed.split(_ROWS), targets.split(_ROWS), strict=True):
-                logprobs = torch.log_softmax(rows @ head.T, dim=-1)
-                total -= float(logprobs.gather(1, wanted[:, None]).sum())
+            for first in range(0, len(normed), _ROWS):
+                logprobs = torch.log_softmax(normed[first : first + _ROWS] @ head.T, dim=-1)
+                wanted = targets[first : first + _ROWS, None]
+                total -= float(logprobs.gather(1, wanted).sum())
             count += length - 1
             start += length
         return math.exp(total / count)

@@ -77,7 +77,7 @@ def make_recipe(
     chosen = _format(bits, method, format)
     whole_rows = chosen == "compressed-tensors"
     if symmetric is None:
-        symmetric = chosen == "gptq" and method != "awq" or whole_rows
+        symmetric = (chosen == "gptq" and method != "awq") or whole_rows
     if whole_rows and not symmetric:
         raise EngineError("compressed-tensors INT8 with INT8 activations is symmetric")
     if whole_rows and group:
@@ -144,9 +144,11 @@ def _check_packing(layers: list[LinearSpec], bits: int, form: Format) -> None:
     for layer in layers:
         for part, rows in zip(layer.parts, layer.out_features, strict=True):
             unfit = form == "awq" and rows % 8
-            unfit = unfit or form == "gptq" and (rows * bits % 32 or layer.in_features * bits % 32)
+            unfit = unfit or (
+                form == "gptq" and (rows * bits % 32 or layer.in_features * bits % 32)
+            )
             if unfit:
                 raise EngineError(
-                    f"{part} ({rows} x {layer.in_features}) does not fill whole words of {bits} bits"
-                    f" in {form}'s format; use --to int8"
+                    f"{part} ({rows} x {layer.in_features}) does not fill whole words of {bits}"
+                    f" bits in {form}'s format; use --to int8"
                 )

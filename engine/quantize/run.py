@@ -1,8 +1,8 @@
 """The whole job: read a model, quantize it layer by layer, write it.
 
-At any time one layer's floats are in memory, and the calibration text's states before it: so much
-that a model need not fit. The same seed-free computation runs after an interruption as without one:
-a resumed run writes the same bytes.
+One layer's floats are in memory at a time, beside the embedding and the texts' states before that
+layer: the model need not fit. Nothing is random, and texts pass finished layers as these were
+written: a run that was interrupted writes the same bytes as one that was not.
 """
 
 import resource
@@ -17,11 +17,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.errors import CheckpointError, EngineError
-from headrace.engine.loading.checkpoint import Checkpoint, TensorSource, check_tensors
-from headrace.engine.loading.source import open_checkpoint, resolve_model
-from headrace.engine.models.config import ModelConfig
-from headrace.engine.models.decoder import head_spec, layer_specs
-from headrace.engine.quant.choose import FLOAT, choose_scheme
+from headrace.engine.loading.checkpoint import TensorSource
 from headrace.engine.quant.method import LinearSpec
 from headrace.engine.quantize import formats
 from headrace.engine.quantize.block import LayerFloats, Texts, load_layer, norm_names
@@ -35,12 +31,11 @@ from headrace.engine.quantize.layerwise import LayerQuantizer
 from headrace.engine.quantize.perplexity import Perplexity
 from headrace.engine.quantize.recipe import Recipe
 from headrace.engine.quantize.report import PerplexityReport, Report
+from headrace.engine.quantize.source import EMBEDDING, FINAL_NORM, Source
 from headrace.engine.quantize.work import StoredLayer, WorkFolder, check_space, write_model
 from headrace.engine.tokenizer import load_tokenizer
 
-_EMBEDDING = "model.embed_tokens.weight"
-_FINAL_NORM = "model.norm.weight"
-_HEAD = "lm_head.weight"
+SAMPLES, SEQUENCE_LENGTH = 64, 512
 
 OnLayer = Callable[[int, int, float], None]
 """Called after each layer: layers done, of how many, its mean error."""
@@ -52,71 +47,8 @@ class TextOptions:
 
     calibration: Path | None = None
     evaluation: Path | None = None
-    samples: int = 64
-    sequence_length: int = 512
-
-
-class Source:
-    """A model's floats, whatever they were stored as; `dtype`: the 16-bit type that the new
-    checkpoint keeps for what is not quantized."""
-
-    def __init__(self, name: str) -> None:
-        self.path = resolve_model(name)
-        self.checkpoint: Checkpoint = open_checkpoint(self.path)
-        self.config: ModelConfig = self.checkpoint.config
-        held = (self.checkpoint.quantization or {}).get("quant_method", "none")
-        if held not in ("none", "gguf"):
-            raise EngineError(
-                f"{self.checkpoint.name} is quantized already ({held}); quantizing it again adds its"
-                " errors to the new ones: give the original model"
-            )
-        self.layers = layer_specs(self.config)
-        self.linears: list[LinearSpec] = [spec for layer in self.layers for spec in layer]
-        head = head_spec(self.config)
-        scheme = choose_scheme(self.checkpoint, FLOAT, self.linears, head)
-        self.tensors: TensorSource = scheme.source
-        self.dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float16
-        self._check(head)
-
-    def stored(self, name: str) -> Tensor:
-        """A tensor that stays a float, as the new checkpoint holds it."""
-        return self.narrowed(name, self.tensors.load(name))
-
-    def narrowed(self, name: str, tensor: Tensor) -> Tensor:
-        short = tensor.to(self.dtype)
-        if not bool(short.isfinite().all()):
-            raise EngineError(f"{name} does not fit into {self.dtype}: {tensor.abs().max():.3g}")
-        return short
-
-    def global_names(self) -> list[str]:
-        return [_EMBEDDING, _FINAL_NORM, *(() if self.config.tie_word_embeddings else (_HEAD,))]
-
-    def head(self) -> Tensor:
-        name = _EMBEDDING if self.config.tie_word_embeddings else _HEAD
-        count = self.checkpoint.num_token_ids or self.config.vocab_size
-        return self.tensors.load(name)[:count]
-
-    def _check(self, head: LinearSpec) -> None:
-        """Missing and misshapen tensors are named before hours are spent."""
-        config = self.config
-        expected = {
-            _EMBEDDING: (config.vocab_size, config.hidden_size),
-            _FINAL_NORM: (config.hidden_size,),
-        }
-        if not config.tie_word_embeddings:
-            expected[f"{head.parts[0]}.weight"] = (config.vocab_size, config.hidden_size)
-        ignored = {_HEAD}
-        for index, layer in enumerate(self.layers):
-            ignored.add(f"model.layers.{index}.self_attn.rotary_emb.inv_freq")
-            for name in norm_names(config, index):
-                inside = name.endswith(("q_norm.weight", "k_norm.weight"))
-                expected[name] = (config.head_dim if inside else config.hidden_size,)
-            for spec in layer:
-                for part, rows in zip(spec.parts, spec.out_features, strict=True):
-                    expected[f"{part}.weight"] = (rows, spec.in_features)
-                    if spec.bias:
-                        expected[f"{part}.bias"] = (rows,)
-        check_tensors(self.tensors.shapes(), expected, ignored)
+    samples: int = SAMPLES
+    sequence_length: int = SEQUENCE_LENGTH
 
 
 @torch.inference_mode()
@@ -132,7 +64,7 @@ def quantize_model(
     """Write the quantized model to `output`, which must not exist. Raises EngineError."""
     calibration, evaluation = _read_texts(source, recipe, texts)
     reader = formats.reader(recipe)
-    shapes = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for spec in source.linears:
         shapes.update(reader.tensor_shapes(spec))
     linear = formats.stored_bytes(recipe, shapes)
@@ -172,16 +104,16 @@ class _Job:
         self._calibration = calibration
         self._evaluation = evaluation
         self._reader = formats.reader(recipe)
-        embedding = source.tensors.load(_EMBEDDING)
+        embedding = source.tensors.load(EMBEDDING)
         self._texts: Texts | None = None
         if calibration is not None:
             self._texts = Texts(source.config, calibration.sequences)
-            self._texts.embed(source.narrowed(_EMBEDDING, embedding))
+            self._texts.embed(source.narrowed(EMBEDDING, embedding))
         self._before = self._after = None
         if evaluation is not None:
             given = source.config, evaluation.sequences
             self._before = Perplexity(*given, embedding)
-            self._after = Perplexity(*given, source.narrowed(_EMBEDDING, embedding))
+            self._after = Perplexity(*given, source.narrowed(EMBEDDING, embedding))
         self._quantizer = LayerQuantizer(
             source.config,
             recipe,
@@ -260,13 +192,13 @@ class _Job:
         source = self._source
         perplexity = None
         if self._before is not None and self._after is not None and self._evaluation is not None:
-            norm, head = source.tensors.load(_FINAL_NORM), source.head()
+            norm, head = source.tensors.load(FINAL_NORM), source.head()
             perplexity = PerplexityReport(
                 self._evaluation.name,
                 self._evaluation.num_tokens,
                 self._before.result(norm.float(), head.float()),
                 self._after.result(
-                    source.stored(_FINAL_NORM).float(),
+                    source.stored(FINAL_NORM).float(),
                     source.narrowed(source.global_names()[-1], head).float(),
                 ),
             )
@@ -282,7 +214,9 @@ class _Job:
                 formats.quantization_config(self._recipe),
                 str(source.dtype).removeprefix("torch."),
             )
-            linear_values = sum(spec.in_features * sum(spec.out_features) for spec in source.linears)
+            linear_values = sum(
+                spec.in_features * sum(spec.out_features) for spec in source.linears
+            )
             report = Report(
                 model=source.checkpoint.name,
                 recipe=self._recipe.values(),
@@ -325,7 +259,9 @@ class _Written:
 
     def load(self, name: str) -> Tensor:
         spec = self._parts.get(name)
-        return self._tensors.load(name) if spec is None else self._job.dequantized(spec, self._tensors)
+        return (
+            self._tensors.load(name) if spec is None else self._job.dequantized(spec, self._tensors)
+        )
 
 
 def _read_texts(

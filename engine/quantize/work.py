@@ -35,7 +35,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class StoredLayer:
-    """A layer's tensors as the checkpoint will hold them, and what was found when they were made."""
+    """A layer's tensors as the checkpoint will hold them, and what was found in making them."""
 
     source: SafetensorsSource
     header: Header
@@ -57,7 +57,7 @@ class WorkFolder:
                 f"{self.output} exists already; name another output with -o, or remove it"
             )
         if not self.output.parent.is_dir():
-            raise EngineError(f"{self.output.parent} is not a folder; make it, or choose another -o")
+            raise EngineError(f"{self.output.parent} is no folder; make it, or choose another -o")
         self.path.mkdir(exist_ok=True)
         with (self.path / "lock").open("w") as lock:
             try:
@@ -103,7 +103,7 @@ class WorkFolder:
             _sync(file)
         _sync(part)
         if self.output.exists():
-            raise EngineError(f"{self.output} has come into being meanwhile; remove it and run again")
+            raise EngineError(f"{self.output} has come to exist meanwhile; remove it and run again")
         part.rename(self.output)
         _sync(self.output.parent)
         shutil.rmtree(self.path)
