@@ -183,7 +183,9 @@ class LayerQuantizer:
     ) -> QuantizedMatrix:
         """Rounded to nearest, each part with the ranges that cost least if that is asked for."""
         pieces = []
-        for part, rows in zip(spec.parts, torch.split(weight, spec.out_features), strict=True):
+        for part, rows in zip(
+            spec.parts, torch.split(weight, list(spec.out_features)), strict=True
+        ):
             clip = self._recipe.clip and not part.endswith(_UNCLIPPED)
             pieces.append(round_groups(rows, group, replace(self._spec, search=clip), hessian))
         return QuantizedMatrix(
