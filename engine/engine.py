@@ -8,6 +8,7 @@ knows Redis, queues or jobs.
 
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -101,8 +102,12 @@ class Engine:
         from headrace.engine.runner import load_runner
         from headrace.engine.tokenizer import load_tokenizer
 
-        tokenizer = load_tokenizer(resolve_model(config.model))
-        return cls.of(config, load_runner(config), tokenizer, tokenizer.eos_token_ids)
+        # Reading weights leaves Python's lock to others; a tokenizer takes a third of a second.
+        with ThreadPoolExecutor(1, "tokenizer") as beside:
+            loading = beside.submit(load_tokenizer, resolve_model(config.model))
+            runner = load_runner(config)
+            tokenizer = loading.result()
+        return cls.of(config, runner, tokenizer, tokenizer.eos_token_ids)
 
     @classmethod
     def of(

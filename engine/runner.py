@@ -82,6 +82,7 @@ class ModelRunner:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        self.load_seconds = decoder.load_seconds
         self.num_blocks = cache.num_blocks
         self.block_size = cache.block_size
         self.max_model_len = max_model_len

@@ -36,7 +36,8 @@ def choose_cache_folder() -> Path:
             break
     else:
         folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    for stale in folder.parent.glob(f"{_PREFIX}*"):
+    # A chosen folder may be a node's, shared with workers of another version.
+    for stale in () if chosen else folder.parent.glob(f"{_PREFIX}*"):
         if stale != folder and folder.name == name:
             shutil.rmtree(stale, ignore_errors=True)
     numba.config.CACHE_DIR = str(folder)

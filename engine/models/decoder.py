@@ -4,8 +4,9 @@ Pre-norm residual blocks: x += attention(norm(x)); x += mlp(norm(x)). Knows no s
 sampling: flat tokens in, hidden rows or logits out.
 """
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from headrace.engine.layers.backend import Backend, EmbedsTokens, HeadNorms, LayerKV
 from headrace.engine.layers.linear import Linear
 from headrace.engine.loading.checkpoint import Checkpoint, TensorSource, check_tensors
+from headrace.engine.loading.timed import LoadSeconds, TimedSource
 from headrace.engine.models.config import ModelConfig
 from headrace.engine.quant.choose import choose_scheme
 from headrace.engine.quant.method import AnyMethod, LinearSpec, QuantMethod, weight_bytes
@@ -66,10 +68,12 @@ class Decoder:
         vocab_size: int,
         backend: Backend,
         quantization: str = "none",
+        load_seconds: LoadSeconds | None = None,
     ) -> None:
         self.config = config
         self.vocab_size = vocab_size
         self.quantization = quantization
+        self.load_seconds = load_seconds or LoadSeconds()
         self._embedding = embedding
         self._layers = layers
         self._final_norm = final_norm
@@ -134,6 +138,8 @@ def load_decoder(
     that are not quantized, None: `dtype`, which is that of everything between them. `plain_method`:
     multiplies those layers, None: `Unquantized`.
     """
+    began, timed = time.perf_counter(), TimedSource(checkpoint.tensors)
+    checkpoint = replace(checkpoint, tensors=timed)
     config = checkpoint.config
     specs, stored_head = layer_specs(config), head_spec(config)
     scheme = choose_scheme(
@@ -192,8 +198,10 @@ def load_decoder(
             LinearSpec((_HEAD,), config.hidden_size, (vocab_size,)),
             _Given({f"{_HEAD}.weight": weight[:vocab_size]}),
         )
+    final_norm = vector(_FINAL_NORM)
+    seconds = LoadSeconds(timed.seconds, time.perf_counter() - began - timed.seconds)
     return Decoder(
-        *(config, embedding, layers, vector(_FINAL_NORM), head, vocab_size, backend, scheme.name)
+        *(config, embedding, layers, final_norm, head, vocab_size, backend, scheme.name, seconds)
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from headrace.engine.errors import EngineError
-from headrace.engine.loading.checkpoint import Checkpoint
+from headrace.engine.loading.checkpoint import Checkpoint, TensorSource
 from headrace.engine.quant import stored as stored_formats
 from headrace.engine.quant.bitsandbytes import LoadedCodes
 from headrace.engine.quant.int8 import Int8
@@ -52,7 +52,9 @@ def choose_scheme(
             f" out, or choose what is made at load: {', '.join(LOAD_TIME)}"
         )
     method = Unquantized() if name in (FLOAT, "none") else load_time_method(name)
-    source = FloatSource(stored, [*layers, head]) if stored.name != "none" else stored.source
+    source: TensorSource = checkpoint.tensors  # GGUF gives floats by itself
+    if stored.name not in ("none", "gguf"):
+        source = FloatSource(stored, [*layers, head])
     scheme = Scheme("none" if name == FLOAT else name, source, lambda spec: method)
     if with_head:
         return replace(scheme, name=name + HEAD_SUFFIX, head=method)

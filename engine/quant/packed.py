@@ -77,8 +77,18 @@ def unpacked(matrix: PackedMatrix, first: int, last: int) -> Tensor:
     return scratch[: (last - first) * stride].view(-1, stride)[:, : matrix.in_features]
 
 
+def expanded(matrix: PackedMatrix) -> Tensor:
+    """All of it as float32 in memory of its own, by the compiled kernels where they run."""
+    out = torch.empty(matrix.out_features, matrix.in_features)
+    step = max(64, _TILE_FLOATS // matrix.in_features // 16 * 16)
+    for first in range(0, matrix.out_features, step):
+        last = min(first + step, matrix.out_features)
+        out[first:last] = unpacked(matrix, first, last)
+    return out
+
+
 def whole(matrix: PackedMatrix) -> Tensor:
-    """All of it as float32, for tests and for those who ask for float weights."""
+    """All of it as float32 in plain torch."""
     return matrix.unpack(0, matrix.out_features)
 
 

@@ -39,11 +39,19 @@ def test_the_folder_s_name_follows_every_source(
     assert kernel_cache.sources_digest() != before
 
 
-def test_stale_folders_beside_it_are_removed(tmp_path: Path) -> None:
+def test_stale_folders_of_this_installation_are_removed() -> None:
+    stale = Path(kernel_cache.__file__).parent / "__pycache__" / "headrace-kernels-0123"
+    stale.mkdir(parents=True)
+    folder = folder_chosen({"NUMBA_CACHE_DIR": ""})
+    assert folder.parent == stale.parent
+    assert not stale.exists()
+
+
+def test_a_shared_folder_keeps_what_other_versions_compiled(tmp_path: Path) -> None:
+    """A node's, during a rollout."""
     (tmp_path / "headrace-kernels-0123").mkdir()
-    (tmp_path / "other").mkdir()
     folder = folder_chosen({"NUMBA_CACHE_DIR": str(tmp_path)})
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted((folder.name, "other"))
+    assert {path.name for path in tmp_path.iterdir()} == {folder.name, "headrace-kernels-0123"}
 
 
 def test_where_nothing_can_be_written_a_temporary_folder_serves(tmp_path: Path) -> None:
