@@ -36,6 +36,7 @@ P:x:batch:B:done              list    finished ids in order of completion    as 
 P:x:batches                   zset    batch id -> created                    for ever      enqueue
 P:x:outbox                    list    ids whose dependents or callbacks wait until done    scripts
 P:x:facts:NAME                hash    what a worker serves, its state        FACTS_TTL     worker
+P:x:rates:Q                   hash    a worker's last measured rates, start  RATES_TTL     worker
 
 Q is a queue as users name it. L is one of its lists: RQ queues that share Q's jobs by priority and
 tenant: `Q.high`, `Q`, `Q.low`, each also with `@TENANT`; `Q.suspect` holds jobs that were in flight
@@ -73,6 +74,7 @@ RESULT_TTL: Final = 24 * 3600
 FAILURE_TTL: Final = 14 * 24 * 3600
 REGISTRY_SLACK: Final = 600
 FACTS_TTL: Final = 90
+RATES_TTL: Final = 30 * 24 * 3600
 
 PRIORITIES: Final[tuple[Priority, ...]] = ("high", "normal", "low")
 SUSPECT_SUFFIX: Final = ".suspect"
@@ -243,3 +245,7 @@ def outbox() -> str:
 
 def facts(name: str) -> str:
     return f"{OURS}facts:{name}"
+
+
+def rates(queue: str) -> str:
+    return f"{OURS}rates:{queue}"

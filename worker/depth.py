@@ -51,6 +51,16 @@ class WorkerView:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What some worker of the queue last measured, and how many seconds ago it said so."""
+
+    prefill_rate: float = 0.0
+    decode_rate: float = 0.0
+    cold_start: float = 0.0
+    age: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class QueueDepth:
     """One queue at one moment. Counts are jobs; ghosts (cancelled ids) are already taken off."""
 
@@ -70,6 +80,7 @@ class QueueDepth:
     output_tokens: int = 0
     deadlines: tuple[int, ...] = ()
     workers: tuple[WorkerView, ...] = ()
+    last: Measured = Measured()
     assumed: Assumed = field(default_factory=Assumed)
 
     @property
@@ -78,18 +89,20 @@ class QueueDepth:
 
     @property
     def rates(self) -> tuple[float, float]:
-        """Prefill and decode tokens a second of one worker: the mean of those that measured."""
+        """Prefill and decode tokens a second of one worker: the mean of those that measured; with
+        none there, what the last one left; else what is assumed."""
+        last, assumed = self.last, self.assumed
         prefill = [w.prefill_rate for w in self.workers if w.prefill_rate > 0]
         decode = [w.decode_rate for w in self.workers if w.decode_rate > 0]
         return (
-            sum(prefill) / len(prefill) if prefill else self.assumed.prefill_rate,
-            sum(decode) / len(decode) if decode else self.assumed.decode_rate,
+            sum(prefill) / len(prefill) if prefill else last.prefill_rate or assumed.prefill_rate,
+            sum(decode) / len(decode) if decode else last.decode_rate or assumed.decode_rate,
         )
 
     @property
     def cold_start(self) -> float:
         known = [w.cold_start for w in self.workers if w.cold_start > 0]
-        return max(known, default=self.assumed.cold_start)
+        return max(known, default=self.last.cold_start or self.assumed.cold_start)
 
     @property
     def work_seconds(self) -> float:
@@ -209,7 +222,7 @@ class DepthReader:
         workers = tuple(_worker(facts, now) for facts in document["workers"] if facts["name"])
         found = document["queues"] or {}
         queues = {
-            name: self._queue(name, raw, tuple(w for w in workers if name in w.queues))
+            name: self._queue(name, raw, tuple(w for w in workers if name in w.queues), now)
             for name, raw in sorted(found.items())
         }
         return Reading(
@@ -220,7 +233,9 @@ class DepthReader:
             seconds=seconds,
         )
 
-    def _queue(self, name: str, raw: dict[str, Any], workers: tuple[WorkerView, ...]) -> QueueDepth:
+    def _queue(
+        self, name: str, raw: dict[str, Any], workers: tuple[WorkerView, ...], now: float
+    ) -> QueueDepth:
         counters = raw["counters"]
         return QueueDepth(
             queue=name,
@@ -239,6 +254,7 @@ class DepthReader:
             output_tokens=_calibrated(counters, "output"),
             deadlines=tuple(raw["deadlines"]),
             workers=workers,
+            last=_measured(raw["rates"], now),
             assumed=self._assumed,
         )
 
@@ -251,12 +267,28 @@ def _calibrated(counters: Mapping[str, int], kind: str) -> int:
     return round(estimate * counted / estimated) if estimated > 0 and counted > 0 else estimate
 
 
+def _measured(rates: Mapping[str, str], now: float) -> Measured:
+    at = _number(rates, "at")
+    return Measured(
+        _number(rates, "prefill"),
+        _number(rates, "decode"),
+        _number(rates, "cold_start"),
+        max(0.0, now - at) if at else 0.0,
+    )
+
+
+def _number(facts: Mapping[str, str], name: str) -> float:
+    """A number that somebody wrote to Redis; 0 where it is none, or no finite one above 0."""
+    try:
+        value = float(facts.get(name, 0) or 0)
+    except ValueError:
+        return 0.0
+    return value if 0 < value < math.inf else 0.0
+
+
 def _worker(facts: Mapping[str, str], now: float) -> WorkerView:
     def number(name: str) -> float:
-        try:
-            return float(facts.get(name, 0) or 0)
-        except ValueError:
-            return 0.0
+        return _number(facts, name)
 
     return WorkerView(
         name=facts["name"],

@@ -25,6 +25,7 @@ from headrace.worker.metrics import (
     DEADLINE_HORIZONS,
     QUEUE_METRICS,
     STATES,
+    TOKEN_KINDS,
     QueueMetric,
     build_info,
 )
@@ -102,6 +103,10 @@ def _samples(depth: QueueDepth) -> Iterator[tuple[str, list[str], float]]:
     required = depth.required()
     yield "replicas_required", [], required.replicas
     yield "deadline_missed_jobs", [], required.missed_jobs
+    for kind, rate in zip(TOKEN_KINDS, depth.rates, strict=True):
+        yield "service_rate", [kind], rate
+    yield "cold_start", [], depth.cold_start
+    yield "rates_age", [], depth.last.age
     yield "dead_jobs", [], depth.dead
     yield "enqueued", [], depth.accepted
     for state in STATES:
@@ -142,7 +147,11 @@ def describe_queue(depth: QueueDepth) -> dict[str, Any]:
         "workers": {
             state: sum(worker.state == state for worker in depth.workers) for state in STATES
         },
-        "rates": {"prefill_tokens_per_second": prefill, "decode_tokens_per_second": decode},
+        "rates": {
+            "prefill_tokens_per_second": prefill,
+            "decode_tokens_per_second": decode,
+            "age_seconds": depth.last.age,
+        },
         "cold_start_seconds": depth.cold_start,
     }
 
@@ -209,7 +218,7 @@ def make_server(
     env="EXPORTER_COLD_START",
     type=float,
     default=60.0,
-    help="Seconds that a worker needs to start, until one has told its own.",
+    help="Seconds that a worker needs to start, until one has told its own (kept in Redis).",
 )
 @option(
     "--prefill-rate",

@@ -417,13 +417,28 @@ class RedisSource:
     # WorkerRegistry
 
     def announce(self, facts: WorkerFacts) -> None:
-        """Publish what this worker serves and how it is; lapses when not repeated."""
+        """Publish what this worker serves and how it is; lapses when not repeated. What it measured
+        stays with its queues, for the time when no worker is left to tell."""
         fields: dict[str, Any] = asdict(facts)
         fields["state"] = facts.state.value
         fields["queues"] = ",".join(facts.queues)
         pairs = [part for name, value in fields.items() for part in (name, str(value))]
         key = keys.facts(self.name)
-        self._send(scripts.Commands((("HSET", key, *pairs), ("EXPIRE", key, keys.FACTS_TTL))))
+        commands: list[tuple[scripts.Argument, ...]] = [
+            ("HSET", key, *pairs),
+            ("EXPIRE", key, keys.FACTS_TTL),
+        ]
+        if facts.prefill_tokens_per_second > 0 and facts.decode_tokens_per_second > 0:
+            measured = (
+                *("prefill", facts.prefill_tokens_per_second),
+                *("decode", facts.decode_tokens_per_second),
+                *("cold_start", facts.cold_start_seconds),
+                *("at", time.time()),
+            )
+            for queue in facts.queues:
+                commands.append(("HSET", keys.rates(queue), *measured))
+                commands.append(("EXPIRE", keys.rates(queue), keys.RATES_TTL))
+        self._send(scripts.Commands(tuple(commands)))
 
     def served_elsewhere(self, model: str | None, queue: str, wire_version: int) -> bool:
         """Whether another live worker that reads this queue could take such a job."""

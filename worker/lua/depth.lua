@@ -3,7 +3,7 @@
 -- past ghosts to the oldest). Its cost grows with lists and workers, not with jobs.
 -- Touches: P:queues, P:queue:L, P:job:ID, P:wip:L, P:scheduled:L, P:deferred:L, P:ready:L,
 --   P:finished:L, P:failed:L, P:canceled:L, P:workers, x:facts:NAME, x:ghost, x:n:Q, x:deadline:Q,
---   x:dead:Q
+--   x:dead:Q, x:rates:Q
 -- KEYS: 1 P:queues
 -- ARGV: clock, seconds within which a scheduled job counts as outstanding, number of deadline
 --   horizons, the horizons in seconds ('+Inf' allowed), then queues to show even when empty
@@ -29,6 +29,9 @@ local function queue(base)
     local n = call('HGETALL', X .. 'n:' .. base)
     for i = 1, #n, 2 do q.counters[n[i]] = tonumber(n[i + 1]) end
     q.counters[''] = 0
+    q.rates = { [''] = '' }
+    local r = call('HGETALL', X .. 'rates:' .. base)
+    for i = 1, #r, 2 do q.rates[r[i]] = r[i + 1] end
     queues[base] = q
   end
   return q

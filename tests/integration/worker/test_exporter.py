@@ -234,6 +234,53 @@ def test_workers_are_counted_by_state_and_their_rates_decide(
         assert exporter.json()["rates"]["decode_tokens_per_second"] == 100.0
 
 
+def test_at_zero_workers_the_last_measured_rates_decide(
+    exporter: Exporter, client: Client, redis_url: str
+) -> None:
+    """2,000 jobs of 50 output tokens at 100 a second, due within 600 s, ask for two workers also
+    once the worker that measured is gone. Before anybody has measured, one is asked for."""
+    client.submit_many([{"prompt": "p", "max_tokens": 50} for _ in range(2000)])
+    assert exporter.value("headrace_queue_replicas_required") == 1
+    assert exporter.json()["rates"] == {
+        "prefill_tokens_per_second": 0.0,
+        "decode_tokens_per_second": 0.0,
+        "age_seconds": 0.0,
+    }
+    facts = WorkerFacts(
+        QUEUE,
+        WorkerState.READY,
+        (QUEUE,),
+        prefill_tokens_per_second=10_000.0,
+        decode_tokens_per_second=100.0,
+        cold_start_seconds=20.0,
+        started_at=time.time() - 3600,
+    )
+    with worker(redis_url) as source:
+        source.announce(facts)
+        there = exporter.value("headrace_queue_replicas_required")
+    client.redis.hset(f"rq:x:rates:{QUEUE}", "at", time.time() - 7200)
+    assert exporter.value("headrace_queue_workers", ',state="ready"') == 0
+    assert exporter.value("headrace_queue_replicas_required") >= there >= 2
+    assert exporter.value("headrace_queue_service_tokens_per_second", ',kind="output"') == 100.0
+    assert exporter.value("headrace_queue_cold_start_seconds") == 20.0
+    assert exporter.value("headrace_queue_rates_age_seconds") == pytest.approx(7200, abs=60)
+    assert exporter.json()["rates"]["age_seconds"] == pytest.approx(7200, abs=60)
+    assert 0 < client.redis.ttl(f"rq:x:rates:{QUEUE}") <= 30 * 24 * 3600
+
+
+def test_rates_that_are_no_numbers_count_as_unknown(
+    exporter: Exporter, client: Client, redis_url: str
+) -> None:
+    """Anyone may write to Redis; a scrape goes on."""
+    client.submit("p")
+    client.redis.hset(
+        f"rq:x:rates:{QUEUE}",
+        mapping={"prefill": "nan", "decode": "-3", "cold_start": "inf", "at": "yesterday"},
+    )
+    assert exporter.value("headrace_queue_replicas_required") == 1
+    assert exporter.value("headrace_queue_cold_start_seconds") == 60.0
+
+
 def test_deadlines_are_counted_by_how_near_they_are(exporter: Exporter, client: Client) -> None:
     now = time.time()
     for seconds in (30, 300, 3000):
