@@ -21,7 +21,9 @@ STATES = ("loading", "ready", "draining")
 OUTCOMES = ("succeeded", "failed", "cancelled", "expired", "dead")
 ATTEMPT_REASONS = ("first", "retry", "crash", "released")
 PHASES = ("import", "connect", "download", "load", "quantize", "warm_up", "first_token", "total")
-"""`first_token`: of the first job, counted from readiness, so it includes the wait for work."""
+"""`import` and `total` are counted from the start of the process, `first_token` (of the first job,
+so with the wait for work) from readiness. `connect` and `download` run beside `import`; `quantize`
+is what brings the weights that `load` read into the form that is multiplied."""
 
 _WAIT = (0.01, 0.05, 0.25, 1, 5, 15, 60, 300, 900, 3600, 14400, 43200, 86400)
 _MARGIN = (-86400, -3600, -600, -60, 0, 60, 600, 3600, 14400, 43200, 86400)
@@ -76,7 +78,7 @@ class WorkerMetrics:
         )
         self.cold_start = Gauge(
             "headrace_worker_cold_start_seconds",
-            "Seconds from process start to readiness, by phase (connect runs beside load).",
+            "Seconds that the start took, by phase; connect and download run beside import.",
             ["phase"],
             registry=r,
         )
@@ -312,6 +314,21 @@ QUEUE_METRICS = {
     "deadline_missed_jobs": QueueMetric(
         "headrace_queue_deadline_missed_jobs",
         "Jobs whose deadline no number of workers can meet any more.",
+        ("queue",),
+    ),
+    "service_rate": QueueMetric(
+        "headrace_queue_service_tokens_per_second",
+        "Tokens a second of one worker that replicas_required calculates with; 0: unknown.",
+        ("queue", "kind"),
+    ),
+    "cold_start": QueueMetric(
+        "headrace_queue_cold_start_seconds",
+        "Seconds of a worker's start that replicas_required calculates with.",
+        ("queue",),
+    ),
+    "rates_age": QueueMetric(
+        "headrace_queue_rates_age_seconds",
+        "Since a worker last told the queue's rates; 0 also where none ever has.",
         ("queue",),
     ),
     "dead_jobs": QueueMetric("headrace_dead_jobs", "Jobs in the dead letter.", ("queue",)),

@@ -7,6 +7,7 @@ HTTP thread shows. Nothing is claimed before the engine has warmed up.
 """
 
 import contextlib
+import gc
 import logging
 import os
 import threading
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from headrace.engine.errors import CheckpointError, EngineError
 from headrace.worker.coldstart import ColdStart
 from headrace.worker.config import DEFAULT_PORT, WorkerConfig
-from headrace.worker.deletion_cost import DeletionCost, PodApi, cost_of
+from headrace.worker.deletion_cost import CannotPatch, DeletionCost, PodApi, cost_of
 from headrace.worker.drain import PROFILES, Drain
 from headrace.worker.feeder import Serving
 from headrace.worker.http import HttpServer, check_route, metrics_route
@@ -157,9 +158,10 @@ class WorkerProcess:
     def _keep_deletion_cost(self) -> None:
         if not self._config.deletion_cost:
             return
-        api = PodApi.from_environment()
-        if api is None:
-            log.warning("--deletion-cost needs a pod with a service-account token and POD_NAME")
+        try:
+            api = PodApi.from_environment()
+        except CannotPatch as error:
+            log.warning("--deletion-cost %s", error)
             return
         DeletionCost(api, lambda: cost_of(self._state, self._facts().running)).start()
 
@@ -295,9 +297,14 @@ class WorkerProcess:
 
     def _engine_main(self) -> None:
         try:
+            # Imports and weights make hundreds of thousands of objects and no garbage: looking for
+            # some would take 0.2 s now, and looking at them again would delay steps later.
+            gc.disable()
             engine = self._load_engine(self._config, self._cold_start)
             with self._cold_start.phase("warm_up"):
                 warm_up(engine)
+            gc.freeze()
+            gc.enable()
             while not self._source_opened.wait(0.5):
                 pass
             self._serve(engine)
@@ -313,6 +320,11 @@ class WorkerProcess:
 
         def first_token() -> None:
             self._cold_start.record("first_token", time.monotonic() - ready_at)
+            log.info(
+                "first token %.2f s after readiness, %.2f s after the start of the process",
+                self._cold_start.phases["first_token"],
+                self._cold_start.since_start(),
+            )
 
         fingerprint = str(getattr(engine, "fingerprint", ""))
         runner = getattr(engine, "runner", None)
@@ -323,7 +335,8 @@ class WorkerProcess:
             config.engine.quantization or "none",
             fingerprint,
         ).set(1)
-        self._metrics.model_load.set(self._cold_start.phases.get("load", 0.0))
+        phases = self._cold_start.phases
+        self._metrics.model_load.set(phases.get("load", 0.0) + phases.get("quantize", 0.0))
         self._loop = ServingLoop(
             engine,
             self._source,

@@ -5,14 +5,17 @@ and only when the engine is loaded.
 """
 
 import contextlib
+import importlib
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import redis
 
 from headrace.engine.errors import EngineError
+from headrace.engine.loading.source import read_ahead, resolve_model
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.sequence import FinishReason, Sequence
 from headrace.producer import connection, keys, redis_info
@@ -91,32 +94,52 @@ def _answer(call: Callable[[], Any], config: WorkerConfig) -> Any:
 
 
 def load_engine(config: WorkerConfig, cold_start: ColdStart) -> ServingEngine:
-    """Import, fetch, load: our own engine. Raises CheckpointError or EngineError."""
-    try:
-        from headrace.engine.engine import Engine
-        from headrace.engine.loading.source import resolve_model
+    """Import, fetch, load: our own engine. Raises CheckpointError or EngineError.
 
-        # Engine.load would import these; here so that their time is told apart from the weights'.
-        for module in ("headrace.engine.runner", "headrace.engine.tokenizer"):
-            __import__(module)
+    The model is fetched, and the system asked to read it ahead, while torch is imported.
+    """
+    with ThreadPoolExecutor(1, "download") as beside:
+        fetched = beside.submit(_fetch, config.engine.model, cold_start)
+        _import_engine(cold_start)
+        fetched.result()
+    from headrace.engine.engine import Engine
+
+    began = time.perf_counter()
+    engine = Engine.load(config.engine)
+    runner: Any = engine.runner
+    seconds, quantize = time.perf_counter() - began, runner.load_seconds.quantize
+    cold_start.record("load", seconds - quantize)
+    cold_start.record("quantize", quantize)
+    return engine
+
+
+def _fetch(model: str, cold_start: ColdStart) -> None:
+    with cold_start.phase("download"):
+        read_ahead(resolve_model(model))
+
+
+def _import_engine(cold_start: ColdStart) -> None:
+    """What Engine.load would import, so that its time is told apart from the weights'."""
+    try:
+        for module in ("engine", "runner", "tokenizer"):
+            importlib.import_module(f"headrace.engine.{module}")
     except ModuleNotFoundError as error:
         raise EngineError(
             f"the engine needs the package {error.name}: pip install 'headrace[worker]'"
         ) from error
     cold_start.record("import", cold_start.since_start())
-    with cold_start.phase("download"):
-        resolve_model(config.engine.model)
-    with cold_start.phase("load"):
-        return Engine.load(config.engine)
 
 
 def warm_up(engine: Any) -> None:
     """Run every kind of step once (prefill, decode, greedy and drawn samples), so that what is
-    compiled or allocated on first use is there before the first claim. Raises EngineBroken."""
-    length = max(1, min(32, engine.limits.max_model_len - 4))
+    compiled or allocated on first use is there before the first claim. Raises EngineBroken.
+
+    Two prompts of 8: more rows than kernels for a few rows take, and a step of each kind.
+    """
+    length = max(1, min(8, engine.limits.max_model_len - 3))
     kinds = (
-        SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True),
-        SamplingParams(max_tokens=3, temperature=1.0, top_p=0.9, seed=0, ignore_eos=True),
+        SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
+        SamplingParams(max_tokens=2, temperature=1.0, top_p=0.9, seed=0, ignore_eos=True),
     )
     sequences = [
         Sequence(f"warm-up-{index}", [0] * length, params, salt=b"warm-up")

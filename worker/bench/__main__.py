@@ -17,6 +17,8 @@ from headrace.worker.bench import (
     ablate,
     ablate_report,
     beside_peers,
+    cold_start,
+    exporter,
     load_cli,
     plots,
     report,
@@ -85,6 +87,10 @@ from headrace.worker.options import BytesType
     help="--schemes: only this one (int4-g64, gguf, float32, ...). May be repeated.",
 )
 @click.option("--profile", "mode", flag_value="profile", help="Where a step's time goes.")
+@click.option("--cold-start", "mode", flag_value="cold-start", help="A worker's start, by phase.")
+@click.option(
+    "--exporter", "mode", flag_value="exporter", help="A scrape with 1,000,000 jobs over 1,000."
+)
 @click.option("--peers", "mode", flag_value="peers", help="Beside other engines, each installed.")
 @click.option(
     "--peer",
@@ -131,6 +137,15 @@ def main(
     if mode == "load":
         name = names[0] if names else "shared"
         ctx.exit(_load(model, prompts, name, dtypes, threads, limit, out, of_load))
+    if mode == "exporter":
+        exporter.main(["--out", str(out / "exporter.json")])
+        return
+    if mode == "cold-start":
+        arguments = [*(("--num-threads", str(threads)) if threads else ()), *_how(dtypes)]
+        started = cold_start.run(model, arguments, repeats)
+        report.write(out / "cold_start.json", started)
+        click.echo(cold_start.table(started))
+        return
     subject = load_subject(
         model,
         dtypes=dtypes,
@@ -172,6 +187,13 @@ def main(
     if queue_alone if queue_alone is not None else prompts is None:
         command = [sys.executable, "-m", "headrace.worker.bench.queue"]
         subprocess.run([*command, "--out", str(out / "queue.json")], check=True)
+
+
+def _how(dtypes: tuple[str, ...]) -> tuple[str, ...]:
+    """The worker's option for the first of --dtype, a float type or a quantization."""
+    if not dtypes:
+        return ()
+    return ("--dtype" if dtypes[0] in side_by_side.FLOATS else "--quantization", dtypes[0])
 
 
 def _profile(subject: Subject, out: Path) -> None:

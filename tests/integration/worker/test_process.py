@@ -20,6 +20,7 @@ from headrace.engine.engine import Engine
 from headrace.producer import Client, codec
 from headrace.producer.errors import JobFailed
 from headrace.producer.operations import JobState
+from headrace.worker.metrics import PHASES
 
 Start = Callable[..., WorkerProcess]
 
@@ -278,8 +279,18 @@ def test_a_worker_says_what_it_serves_and_shows_what_it_does(start: Start, redis
         assert float(facts.facts["cold_start_seconds"]) > 0
     shown = worker.get("/metrics")[1]
     assert 'headrace_model_info{dtype="float32"' in shown
-    for phase in ("import", "connect", "load", "warm_up", "first_token", "total"):
-        assert worker.value("headrace_worker_cold_start_seconds", f'{{phase="{phase}"}}') > 0
+    phases = {
+        phase: worker.value("headrace_worker_cold_start_seconds", f'{{phase="{phase}"}}')
+        for phase in PHASES
+    }
+    assert all(seconds > 0 for seconds in phases.values()), phases
+    parts = ("import", "load", "quantize", "warm_up")
+    assert sum(phases[part] for part in parts) <= phases["total"], "one after another"
+    assert phases["connect"] < phases["total"], "beside them"
+    assert worker.value("headrace_model_load_seconds") == pytest.approx(
+        phases["load"] + phases["quantize"]
+    )
+    assert worker.said("cold start by phase") and worker.said("first token ")
     assert generated(worker) == 8
     assert worker.value("headrace_job_queue_wait_seconds_count") == 2
     assert worker.value("headrace_jobs_completed_total", '{outcome="failed"}') == 1
