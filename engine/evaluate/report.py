@@ -197,6 +197,11 @@ def certainty(comparison: Comparison) -> str:
         f"{accuracy.total} questions tell little: a loss is significant from {accuracy.fewest_lost}"
         " more lost than gained on"
     )
+    if 2 * accuracy.reference < accuracy.total:
+        text = (
+            f"Only the {accuracy.reference} that the reference answers rightly can be lost; ask"
+            f" questions that it can answer. {text}"
+        )
     if accuracy.detectable is None:
         return f"{text}, and no true loss, however large, is found four times out of five."
     return (

@@ -7,7 +7,7 @@ import pytest
 from headrace.engine.evaluate.answers import Answer, common_prefix, repetition
 from headrace.engine.evaluate.compare import compare
 from headrace.engine.evaluate.measure import Cost, Measured
-from headrace.engine.evaluate.report import as_json, as_markdown
+from headrace.engine.evaluate.report import as_json, as_markdown, certainty
 from headrace.engine.evaluate.score import Score
 from headrace.engine.evaluate.text import Distance, TextScore
 from headrace.engine.evaluate.variant import Variant
@@ -125,6 +125,9 @@ def test_report_says_what_was_found_and_how_little_it_is() -> None:
     assert "50 questions tell little: a loss is significant from 6 more lost" in text
     assert "4 lost, 0 gained" in text and "## Lost" in text and "## Gained" not in text
     assert "| weights MB" in text
+    assert "can be lost" not in text
+    weak = compare(measured("r" * 3 + "w" * 47), measured("w" * 50))
+    assert "Only the 3 that the reference answers rightly can be lost" in certainty(weak)
     values = as_json(found, verdict)
     assert values["holds"] is False
     assert values["accuracy"]["difference"] == pytest.approx(-0.08)
