@@ -129,9 +129,9 @@ def _timer() -> torch.cuda.Event:
 
 
 class _CudaMark:
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self) -> None:
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record(torch.cuda.current_stream(device))
+        self._event.record()
 
     def wait(self) -> None:
         self._event.synchronize()
@@ -148,11 +148,11 @@ class _CudaGraph:
 
 
 class CudaAccelerator:
-    """One CUDA device, which becomes the process's current one. All work goes to one stream."""
+    """One CUDA device. All work goes to one stream; it may be submitted from any thread, whose
+    current device may be another one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(self.device)
         # Graphs are replayed one after the other, so they may use the same memory in between.
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -165,12 +165,18 @@ class CudaAccelerator:
         return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
 
     def submit(self, work: Callable[[], None]) -> None:
-        work()
+        with torch.cuda.device(self.device):
+            work()
 
     def mark(self) -> Mark:
-        return _CudaMark(self.device)
+        with torch.cuda.device(self.device):
+            return _CudaMark()
 
     def capture(self, work: Callable[[], Tensor]) -> Captured:
+        with torch.cuda.device(self.device):
+            return self._capture(work)
+
+    def _capture(self, work: Callable[[], Tensor]) -> Captured:
         # Once before: a kernel must not be compiled or loaded during a capture.
         work()
         torch.cuda.synchronize(self.device)
@@ -193,13 +199,14 @@ class CudaAccelerator:
             return torch.empty(0, device=self.device)
 
         # As a graph: the host takes longer to launch a small kernel than the device to run it.
-        graph = self.capture(repeated)
-        start, end = _timer(), _timer()
-        graph.replay()
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
+        with torch.cuda.device(self.device):
+            graph = self._capture(repeated)
+            start, end = _timer(), _timer()
+            graph.replay()
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
         return float(start.elapsed_time(end)) / 1000 / _REPEATS
 
     def memory(self) -> Memory:
@@ -211,7 +218,8 @@ class CudaAccelerator:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        work()
+        with torch.cuda.device(self.device):
+            work()
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_reserved(self.device) - before
         torch.cuda.empty_cache()

@@ -10,13 +10,14 @@ import torch
 from headrace.engine.accelerator import Accelerator, Memory
 from headrace.engine.config import EngineConfig
 from headrace.engine.device_runner import DeviceRunner
+from headrace.engine.errors import EngineError
 from headrace.engine.graphs import graph_sizes
 from headrace.engine.kv.cache import allocate
 from headrace.engine.layers.triton_backend import TritonBackend, TritonPlan
 from headrace.engine.loading.checkpoint import Checkpoint
 from headrace.engine.models.config import ModelConfig
 from headrace.engine.models.decoder import Decoder
-from headrace.engine.shared_prefix_crossover import measured_crossover
+from headrace.engine.shared_prefix_crossover import NEVER, measured_crossover
 
 logger = logging.getLogger(__name__)
 
@@ -55,18 +56,20 @@ def device_runner(
     with torch.inference_mode():
         cache = allocate(config, model, backend, backend.dtype, accelerator.device, budget)
     shares = config.enable_shared_prefix_attention and not config.deterministic
-    if shares and accelerator.device.type == "cuda":
+    if not shares:
+        backend.shared_tokens = NEVER
+    elif accelerator.device.type == "cuda":
         backend.shared_tokens = measured_crossover(accelerator, backend, model, cache, config)
-    runner = DeviceRunner(
-        config,
-        checkpoint,
-        decoder,
-        backend,
-        cache,
-        cache.longest(config, max_model_len),
-        backend.dtype,
-        accelerator,
-    )
+    longest = cache.longest(config, max_model_len)
+    try:
+        runner = DeviceRunner(
+            *(config, checkpoint, decoder, backend, cache, longest, backend.dtype, accelerator)
+        )
+    except torch.OutOfMemoryError as error:
+        raise EngineError(
+            "the device's memory is full before its CUDA graphs are captured; lower"
+            f" gpu_memory_utilization ({config.gpu_memory_utilization:g}) or set enforce_eager"
+        ) from error
     logger.info("%s", runner.info)
     return runner
 

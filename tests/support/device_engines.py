@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from delayed_device import DelayedAccelerator, LaunchGuard
 from toy import ToyTokenizer
 
@@ -12,6 +13,10 @@ from headrace.engine.engine import Engine
 from headrace.engine.runner import load_runner
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.sequence import Sequence
+
+needs_interpreter = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="with a CUDA device kernels are compiled, not interpreted"
+)
 
 Answers = dict[str, tuple[list[int], str, list[Any]]]
 
@@ -38,8 +43,12 @@ def on_cpu(model: Path, **settings: Any) -> Engine:
 def on_device(
     model: Path, monkeypatch: pytest.MonkeyPatch, warm: bool = False, **settings: Any
 ) -> tuple[Engine, DelayedAccelerator]:
-    """An engine on a late device whose launches may not wait."""
+    """An engine on a late device whose launches may not wait; where there is a CUDA device, on that
+    one, its kernels compiled."""
     device = DelayedAccelerator(warm)
+    if torch.cuda.is_available():
+        chosen = config(model, **{**settings, "device": "cuda"})
+        return Engine.of(chosen, load_runner(chosen), ToyTokenizer()), device
     monkeypatch.setenv("HEADRACE_BACKEND", "triton")
     monkeypatch.setattr("headrace.engine.accelerator.HostAccelerator", lambda: device)
     chosen = config(model, **settings)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from device_engines import needs_interpreter
 from toy import ToyTokenizer, drain, greedy
 
 from headrace.engine.accelerator import HostAccelerator, Memory
@@ -76,6 +77,7 @@ def test_auto_takes_a_cuda_device_where_there_is_one(monkeypatch: pytest.MonkeyP
     assert choose_device("auto") == torch.device("cuda", 0)
 
 
+@needs_interpreter
 def test_the_widest_steps_run_before_there_is_a_pool() -> None:
     """Two rows of five tokens and two decodes at full length, all on one block."""
     checkpoint = random_checkpoint(tiny.tiny_config("llama", max_position_embeddings=40))
@@ -89,6 +91,7 @@ def test_the_widest_steps_run_before_there_is_a_pool() -> None:
     assert taken == 0  # a CPU's is not measured
 
 
+@needs_interpreter
 @pytest.mark.parametrize(
     ("overrides", "settings", "message"),
     [
@@ -112,6 +115,7 @@ def test_what_the_kernels_do_not_take_is_refused_by_name(
         build_runner(chosen, checkpoint)
 
 
+@needs_interpreter
 def test_on_a_cpu_the_kernels_need_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADRACE_BACKEND", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -119,6 +123,7 @@ def test_on_a_cpu_the_kernels_need_the_interpreter(monkeypatch: pytest.MonkeyPat
         build_runner(EngineConfig("m", device="cpu"), random_checkpoint(tiny.tiny_config()))
 
 
+@needs_interpreter
 def test_what_runs_is_said_when_it_starts(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -173,6 +178,7 @@ def test_the_crossover_is_where_it_pays_from_then_on(gains: dict[int, int], want
     assert found == wanted
 
 
+@needs_interpreter
 def test_the_crossover_is_measured_on_the_pool_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two rows on 128 shared tokens, apart and together, each timed once under the interpreter; a
     stopped clock makes the second the faster one."""
