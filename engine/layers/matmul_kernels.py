@@ -1,0 +1,112 @@
+"""A compiled float32 matmul for a CPU's short batches: y = start + x @ weight.T.
+
+`weight` [n, k] lies in panels of PANEL columns, [ceil(n / PANEL), k, PANEL], the last one filled up
+with zeros. While a thread multiplies by one panel it asks for the panel that it multiplies by next,
+so that the weights arrive from memory beside the arithmetic and not before it.
+"""
+
+from typing import Any
+
+from numba import carray, cfunc, njit
+
+from headrace.engine.layers.cpu_simd import claim
+from headrace.engine.layers.kernel_cache import choose_cache_folder
+from headrace.engine.layers.matmul_simd import LINES_PER_K, PANEL, tiles
+from headrace.engine.quant.simd import floats_at
+
+choose_cache_folder()
+
+_OPTIONS: dict[str, Any] = {"cache": True, "error_model": "numpy"}
+
+SCRATCH_FLOATS = 2 * 8 * PANEL
+"""float32 entries of work space that one thread needs."""
+
+_few = tiles(LINES_PER_K)
+_many = tiles(1)
+_few8, _few4, _few2, _few1 = _few
+_many8, _many4, _many2, _many1 = _many
+_LINE = 64
+
+
+@njit
+def _rows(
+    rows: Any, x: Any, xs: Any, panel: Any, k: Any, start: Any, ss: Any, out: Any, os: Any,
+    ahead: Any,
+) -> None:  # fmt: skip
+    """One panel for any number of rows, and `ahead` asked for beside it."""
+    if rows >= 8 * LINES_PER_K:
+        row = 0
+        while rows - row >= 8:
+            far = ahead
+            if row < 8 * LINES_PER_K:
+                far = ahead + row // 8 * _LINE * k
+            _many8(x + row * xs, xs, panel, k, start + row * ss, ss, out + row * os, os, far)
+            row += 8
+        if rows - row >= 4:
+            _many4(x + row * xs, xs, panel, k, start + row * ss, ss, out + row * os, os, ahead)
+            row += 4
+        if rows - row >= 2:
+            _many2(x + row * xs, xs, panel, k, start + row * ss, ss, out + row * os, os, ahead)
+            row += 2
+        if rows - row >= 1:
+            _many1(x + row * xs, xs, panel, k, start + row * ss, ss, out + row * os, os, ahead)
+        return
+    row = 0
+    while rows - row >= 8:
+        _few8(x + row * xs, xs, panel, k, start + row * ss, ss, out + row * os, os, ahead)
+        row += 8
+    if rows - row >= 4:
+        _few4(x + row * xs, xs, panel, k, start + row * ss, ss, out + row * os, os, ahead)
+        row += 4
+    if rows - row >= 2:
+        _few2(x + row * xs, xs, panel, k, start + row * ss, ss, out + row * os, os, ahead)
+        row += 2
+    if rows - row >= 1:
+        _few1(x + row * xs, xs, panel, k, start + row * ss, ss, out + row * os, os, ahead)
+
+
+@cfunc("void(CPointer(int64))", **_OPTIONS)
+def matmul(args: Any) -> None:
+    """args: counter, thread counter, x, panels, k, n, start, its row stride in floats (0: one row
+    for all), out, rows, rows of a block, scratch.
+
+    `start` may be `out` itself. A piece of work is one panel and one block of rows; the next one is
+    claimed before the current one is computed, so that its panel can be asked for.
+    """
+    a = carray(args, (12,))
+    counter, x, panels, k, n = a[0], a[2], a[3], a[4], a[5]
+    start, out, rows, block = a[6], a[8], a[9], a[10]
+    scratch = a[11] + 4 * SCRATCH_FLOATS * claim(a[1])
+    xs, ss, os, ps = 4 * k, 4 * a[7], 4 * n, 4 * PANEL
+    num_panels = (n + PANEL - 1) // PANEL
+    work_items = num_panels * ((rows + block - 1) // block)
+    size = ps * k
+    work = claim(counter)
+    while work < work_items:
+        upcoming = claim(counter)
+        index, first = work % num_panels, work // num_panels * block
+        panel = panels + index * size
+        ahead = panels + upcoming % num_panels * size
+        count = min(block, rows - first)
+        columns = min(PANEL, n - index * PANEL)
+        at, begin = out + first * os + index * ps, start + first * ss + index * ps
+        if columns == PANEL:
+            _rows(count, x + first * xs, xs, panel, k, begin, ss, at, os, ahead)
+        else:
+            row = 0
+            while row < count:
+                some = min(8, count - row)
+                for r in range(some):
+                    source = carray(floats_at(begin + (row + r) * ss), (columns,))
+                    target = carray(floats_at(scratch + r * ps), (columns,))
+                    for c in range(columns):
+                        target[c] = source[c]
+                end = scratch + 8 * ps
+                _rows(some, x + (first + row) * xs, xs, panel, k, scratch, ps, end, ps, ahead)
+                for r in range(some):
+                    source = carray(floats_at(end + r * ps), (columns,))
+                    target = carray(floats_at(at + (row + r) * os), (columns,))
+                    for c in range(columns):
+                        target[c] = source[c]
+                row += some
+        work = upcoming
