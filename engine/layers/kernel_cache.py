@@ -15,7 +15,7 @@ from pathlib import Path
 import numba
 
 _ENGINE = Path(__file__).parents[1]
-_SOURCES = ("layers/*_simd.py", "layers/*_kernels.py", "quant/simd.py", "quant/*_kernels.py")
+_SOURCES = ("layers/cpu_simd.py", "layers/cpu_kernels.py", "quant/*simd.py", "quant/*_kernels.py")
 _PREFIX = "headrace-kernels-"
 
 

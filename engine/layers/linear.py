@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headrace.engine.layers.huge_pages import HugePages
 from headrace.engine.loading.checkpoint import TensorSource
 from headrace.engine.quant.method import LinearSpec, QuantMethod
 
@@ -26,8 +27,11 @@ class Linear:
         source: TensorSource,
         dtype: torch.dtype,
         device: torch.device,
+        memory: HugePages | None = None,
     ) -> "Linear":
-        return cls(method, method.process(method.create_weights(spec, source, dtype, device)))
+        """Weights as the method wants them, in `memory` if one is given."""
+        weights = method.process(method.create_weights(spec, source, dtype, device))
+        return cls(method, weights if memory is None else memory.moved(weights))
 
     @property
     def weights(self) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.layers.backend import Backend, EmbedsTokens, HeadNorms, LayerKV
+from headrace.engine.layers.huge_pages import HugePages
 from headrace.engine.layers.linear import Linear
 from headrace.engine.loading.checkpoint import Checkpoint, TensorSource, check_tensors
 from headrace.engine.loading.timed import LoadSeconds, TimedSource
@@ -158,8 +159,9 @@ def load_decoder(
         chosen = dtype
         if isinstance(method, Unquantized):
             method, chosen = plain_method or method, weight_dtype or dtype
-        return Linear.load(method, spec, source, chosen, device)
+        return Linear.load(method, spec, source, chosen, device, memory)
 
+    memory = HugePages()
     layers = []
     for index, (qkv, output, gate_up, down) in enumerate(specs):
         prefix = f"model.layers.{index}."

@@ -1,4 +1,4 @@
-"""Weights as they are; on a CPU packed once for oneDNN's matmul.
+"""Weights as they are; on a CPU packed once, for our own matmul or for oneDNN's.
 
 They may be narrower than the activations (bfloat16 beside float32, where the CPU multiplies
 bfloat16): rows are rounded on the way in, and the products come back in the activations' dtype.
@@ -6,6 +6,7 @@ bfloat16): rows are rounded on the way in, and the products come back in the act
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,17 +14,19 @@ from torch.nn import functional
 
 from headrace.engine.loading.checkpoint import TensorSource
 from headrace.engine.quant.method import LinearSpec
+from headrace.engine.quant.panels import in_panels, multiplies_panels, multiply_panels
 
 _PACKED_ROWS = 64  # the row count that oneDNN's layout is chosen for; any count runs
 
 
 @dataclass(frozen=True, slots=True)
 class PlainWeights:
-    """`weight` [out, in]; `packed`: in oneDNN's blocked layout, only its own matmul reads it."""
+    """`weight` [out, in] in rows; in oneDNN's layout, which only its own matmul reads; or in panels
+    (`quant.panels`), with a bias always."""
 
     weight: Tensor
     bias: Tensor | None
-    packed: bool = False
+    layout: Literal["rows", "onednn", "panels"] = "rows"
 
 
 class Unquantized:
@@ -45,14 +48,21 @@ class Unquantized:
         return PlainWeights(stacked("weight"), stacked("bias") if spec.bias else None)
 
     def process(self, weights: PlainWeights) -> PlainWeights:
-        if not can_pack(weights.weight):
+        weight = weights.weight
+        if weight.device.type == "cpu" and weight.dtype == torch.float32 and multiplies_panels():
+            bias = torch.zeros(len(weight)) if weights.bias is None else weights.bias
+            return PlainWeights(in_panels(weight), bias, "panels")
+        if not can_pack(weight):
             return weights
         packed = torch.ops.mkldnn._reorder_linear_weight(weights.weight, _PACKED_ROWS)
-        return PlainWeights(packed, weights.bias, packed=True)
+        return PlainWeights(packed, weights.bias, "onednn")
 
     def apply(self, weights: PlainWeights, x: Tensor) -> Tensor:
+        if weights.layout == "panels":
+            assert weights.bias is not None
+            return multiply_panels(weights.weight, weights.bias, x.float()).to(x.dtype)
         narrow = x.to(weights.weight.dtype)
-        if weights.packed:
+        if weights.layout == "onednn":
             y: Tensor = torch.ops.mkldnn._linear_pointwise(
                 narrow, weights.weight, weights.bias, "none", [], ""
             )

@@ -1,14 +1,13 @@
 """The inner tile of the float32 matmul, written as LLVM instructions.
 
-Addresses are int64. Each base becomes an opaque pointer once, outside the loop, and the loop indexes
-from it: LLVM then neither takes a sum of integers for an offset from null (and drops the load) nor
-loses the addressing modes of the machine.
+Addresses are int64. Each base becomes an opaque pointer once, outside the loop, and the loop
+indexes from it: LLVM then neither takes a sum of integers for an offset from null (and drops the
+load) nor loses the addressing modes of the machine.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
@@ -19,12 +18,12 @@ PANEL = LANES * VECTORS
 """Columns of a panel: 3 vectors times 8 rows are 24 of AVX-512's 32 registers."""
 ROWS: tuple[int, ...] = (8, 4, 2, 1)
 """Row counts that a tile is compiled for."""
-HAS_AVX512 = bool(llvm.get_host_cpu_features().get("avx512f", False))
 
 _I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _VECTOR = ir.VectorType(_F32, LANES)
 _LINE = 64
-_LINES_PER_K = PANEL * 4 // _LINE
+LINES_PER_K = PANEL * 4 // _LINE
+"""Cache lines of a panel for each k."""
 
 
 def _opaque(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
@@ -55,8 +54,8 @@ def _tile(rows: int, lines: int) -> Callable[..., Any]:
     """out[r, :] = start[r, :] + sum over k of x[r, k] * panel[k, :], for `rows` rows of one panel.
 
     Every output is one chain of fused multiply-adds in the order of k, whatever `rows` is: a row's
-    result does not depend on the rows beside it. With each k, `lines` cache lines are asked for from
-    `ahead` on.
+    result does not depend on the rows beside it. With each k, `lines` cache lines are asked for,
+    from `ahead` on.
     """
 
     @intrinsic
@@ -118,9 +117,7 @@ def _tile(rows: int, lines: int) -> Callable[..., Any]:
                         builder.store(total, cell)
             for base, row in zip(row_bases(out, out_stride), cells, strict=True):
                 for offset, cell in zip(vector, row, strict=True):
-                    stored = builder.store(
-                        builder.load(cell), _at(builder, base, offset, _VECTOR)
-                    )
+                    stored = builder.store(builder.load(cell), _at(builder, base, offset, _VECTOR))
                     stored.align = 4
             return context.get_dummy_value()
 
@@ -132,7 +129,3 @@ def _tile(rows: int, lines: int) -> Callable[..., Any]:
 def tiles(lines: int) -> Sequence[Callable[..., Any]]:
     """A tile function for each entry of ROWS."""
     return [_tile(rows, lines) for rows in ROWS]
-
-
-LINES_PER_K = _LINES_PER_K
-"""Cache lines of a panel for each k."""

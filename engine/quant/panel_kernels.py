@@ -2,21 +2,19 @@
 
 `weight` [n, k] lies in panels of PANEL columns, [ceil(n / PANEL), k, PANEL], the last one filled up
 with zeros. While a thread multiplies by one panel it asks for the panel that it multiplies by next,
-so that the weights arrive from memory beside the arithmetic and not before it.
+so that the weights arrive from memory beside the arithmetic and not before it. `quant.panels` packs
+the weights; `quant.native` compiles and runs the kernel.
 """
 
 from typing import Any
 
-from numba import carray, cfunc, njit
+from numba import carray, njit
 
 from headrace.engine.layers.cpu_simd import claim
-from headrace.engine.layers.kernel_cache import choose_cache_folder
-from headrace.engine.layers.matmul_simd import LINES_PER_K, PANEL, tiles
+from headrace.engine.quant.panel_simd import LINES_PER_K, PANEL, tiles
 from headrace.engine.quant.simd import floats_at
 
-choose_cache_folder()
-
-_OPTIONS: dict[str, Any] = {"cache": True, "error_model": "numpy"}
+OPTIONS: dict[str, Any] = {"cache": True, "error_model": "numpy"}
 
 SCRATCH_FLOATS = 2 * 8 * PANEL
 """float32 entries of work space that one thread needs."""
@@ -65,19 +63,18 @@ def _rows(
         _few1(x + row * xs, xs, panel, k, start + row * ss, ss, out + row * os, os, ahead)
 
 
-@cfunc("void(CPointer(int64))", **_OPTIONS)
-def matmul(args: Any) -> None:
-    """args: counter, thread counter, x, panels, k, n, start, its row stride in floats (0: one row
-    for all), out, rows, rows of a block, scratch.
+def multiply_panels(args: Any) -> None:
+    """args: counter (a thread counter behind it), x, panels, k, n, start, its row stride in floats
+    (0: one row for all), out, rows, rows of a block, scratch (SCRATCH_FLOATS a thread).
 
     `start` may be `out` itself. A piece of work is one panel and one block of rows; the next one is
     claimed before the current one is computed, so that its panel can be asked for.
     """
-    a = carray(args, (12,))
-    counter, x, panels, k, n = a[0], a[2], a[3], a[4], a[5]
-    start, out, rows, block = a[6], a[8], a[9], a[10]
-    scratch = a[11] + 4 * SCRATCH_FLOATS * claim(a[1])
-    xs, ss, os, ps = 4 * k, 4 * a[7], 4 * n, 4 * PANEL
+    a = carray(args, (11,))
+    counter, x, panels, k, n = a[0], a[1], a[2], a[3], a[4]
+    start, out, rows, block = a[5], a[7], a[8], a[9]
+    scratch = a[10] + 4 * SCRATCH_FLOATS * claim(counter + 8)
+    xs, ss, os, ps = 4 * k, 4 * a[6], 4 * n, 4 * PANEL
     num_panels = (n + PANEL - 1) // PANEL
     work_items = num_panels * ((rows + block - 1) // block)
     size = ps * k
