@@ -8,7 +8,7 @@ Elsewhere the pieces are plain memory.
 import contextlib
 import mmap
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -33,13 +33,13 @@ class HugePages:
         oneDNN's own stays where it is."""
         found: Any = weights
         if isinstance(found, Tensor):
-            return self._copied(found)  # type: ignore[return-value]
-        if isinstance(found, list | tuple) and type(found) in (list, tuple):
-            return type(found)(map(self.moved, found))  # type: ignore[return-value]
-        if is_dataclass(found) and not isinstance(found, type):
+            found = self._copied(found)
+        elif type(found) in (list, tuple):
+            found = type(found)(map(self.moved, found))
+        elif is_dataclass(found) and not isinstance(found, type):
             names = [item.name for item in fields(found) if item.init]
-            return replace(found, **{name: self.moved(getattr(found, name)) for name in names})
-        return weights
+            found = replace(found, **{name: self.moved(getattr(found, name)) for name in names})
+        return cast(T, found)
 
     def _copied(self, tensor: Tensor) -> Tensor:
         size = tensor.numel() * tensor.element_size()

@@ -1,8 +1,9 @@
 """INT8 weights (one scale a row) times INT8 activations (one scale a token), on integer dot
-products: oneDNN multiplies bytes, scales are applied around it.
+products: our own kernel multiplies bytes where the CPU has AVX-512 VNNI, else oneDNN.
 
-Activations are unsigned with zero point 128: oneDNN multiplies signed ones by a reference path,
-thousands of times slower. Each token is quantized alone, so a row's result knows no batch.
+Activations are unsigned with zero point 128: the instruction multiplies unsigned by signed bytes,
+and oneDNN multiplies signed ones by a reference path, thousands of times slower. Each token is
+quantized alone, so a row's result knows no batch.
 """
 
 import functools
@@ -17,6 +18,12 @@ from torch.nn import functional
 
 from headrace.engine.loading.checkpoint import TensorSource
 from headrace.engine.quant.int8 import quantize_channels
+from headrace.engine.quant.int8_panels import (
+    Int8Panels,
+    in_int8_panels,
+    multiplies_int8_panels,
+    multiply_int8_panels,
+)
 from headrace.engine.quant.method import LinearSpec, stacked_bias
 from headrace.engine.quant.native import bits_of, kernel
 from headrace.engine.quant.unquantized import Unquantized
@@ -30,13 +37,15 @@ _ZERO_POINT = 128
 @dataclass(frozen=True, slots=True)
 class Int8DynamicWeights:
     """`weight` int8 [out, in], or in oneDNN's layout when `packed`; `scales` float32 [out];
-    `zeros` what oneDNN wants beside them: int64 [out], all 0."""
+    `zeros` what oneDNN wants beside them: int64 [out], all 0. In `panels`, if there, is all of
+    it, and the others are empty."""
 
     weight: Tensor
     scales: Tensor
     zeros: Tensor
     bias: Tensor | None
     packed: bool = False
+    panels: Int8Panels | None = None
 
 
 class Int8Dynamic:
@@ -60,6 +69,11 @@ class Int8Dynamic:
         )
 
     def process(self, weights: Int8DynamicWeights) -> Int8DynamicWeights:
+        weight = weights.weight
+        if weight.device.type == "cpu" and weight.shape[1] % 4 == 0 and multiplies_int8_panels():
+            panels = in_int8_panels(weight, weights.scales, weights.bias, _ZERO_POINT)
+            nothing = weight.new_empty(0)
+            return Int8DynamicWeights(nothing, nothing, nothing, None, panels=panels)
         if not multiplies_bytes():
             return weights
         packed = torch.ops.onednn.qlinear_prepack(
@@ -69,6 +83,8 @@ class Int8Dynamic:
 
     def apply(self, weights: Int8DynamicWeights, x: Tensor) -> Tensor:
         quantized, scales = quantize_tokens(x, self._levels)
+        if weights.panels is not None:
+            return multiply_int8_panels(weights.panels, quantized, scales).to(x.dtype)
         if not weights.packed:
             y = functional.linear(quantized.float() - _ZERO_POINT, weights.weight.float())
             y *= weights.scales

@@ -19,10 +19,8 @@ OPTIONS: dict[str, Any] = {"cache": True, "error_model": "numpy"}
 SCRATCH_FLOATS = 2 * 8 * PANEL
 """float32 entries of work space that one thread needs."""
 
-_few = tiles(LINES_PER_K)
-_many = tiles(1)
-_few8, _few4, _few2, _few1 = _few
-_many8, _many4, _many2, _many1 = _many
+_few8, _few4, _few2, _few1 = tiles(LINES_PER_K)
+_many8, _many4, _many2, _many1 = tiles(1)
 _LINE = 64
 
 
@@ -31,36 +29,40 @@ def _rows(
     rows: Any, x: Any, xs: Any, panel: Any, k: Any, start: Any, ss: Any, out: Any, os: Any,
     ahead: Any,
 ) -> None:  # fmt: skip
-    """One panel for any number of rows, and `ahead` asked for beside it."""
-    if rows >= 8 * LINES_PER_K:
-        row = 0
-        while rows - row >= 8:
+    """One panel for any number of rows, and `ahead` asked for beside it: over the first three tiles
+    where there are so many, else whole beside each."""
+    many = rows >= 8 * LINES_PER_K
+    row = 0
+    while rows - row >= 8:
+        at, begin, to = x + row * xs, start + row * ss, out + row * os
+        if many:
             far = ahead
             if row < 8 * LINES_PER_K:
                 far = ahead + row // 8 * _LINE * k
-            _many8(x + row * xs, xs, panel, k, start + row * ss, ss, out + row * os, os, far)
-            row += 8
-        if rows - row >= 4:
-            _many4(x + row * xs, xs, panel, k, start + row * ss, ss, out + row * os, os, ahead)
-            row += 4
-        if rows - row >= 2:
-            _many2(x + row * xs, xs, panel, k, start + row * ss, ss, out + row * os, os, ahead)
-            row += 2
-        if rows - row >= 1:
-            _many1(x + row * xs, xs, panel, k, start + row * ss, ss, out + row * os, os, ahead)
-        return
-    row = 0
-    while rows - row >= 8:
-        _few8(x + row * xs, xs, panel, k, start + row * ss, ss, out + row * os, os, ahead)
+            _many8(at, xs, panel, k, begin, ss, to, os, far)
+        else:
+            _few8(at, xs, panel, k, begin, ss, to, os, ahead)
         row += 8
     if rows - row >= 4:
-        _few4(x + row * xs, xs, panel, k, start + row * ss, ss, out + row * os, os, ahead)
+        at, begin, to = x + row * xs, start + row * ss, out + row * os
+        if many:
+            _many4(at, xs, panel, k, begin, ss, to, os, ahead)
+        else:
+            _few4(at, xs, panel, k, begin, ss, to, os, ahead)
         row += 4
     if rows - row >= 2:
-        _few2(x + row * xs, xs, panel, k, start + row * ss, ss, out + row * os, os, ahead)
+        at, begin, to = x + row * xs, start + row * ss, out + row * os
+        if many:
+            _many2(at, xs, panel, k, begin, ss, to, os, ahead)
+        else:
+            _few2(at, xs, panel, k, begin, ss, to, os, ahead)
         row += 2
     if rows - row >= 1:
-        _few1(x + row * xs, xs, panel, k, start + row * ss, ss, out + row * os, os, ahead)
+        at, begin, to = x + row * xs, start + row * ss, out + row * os
+        if many:
+            _many1(at, xs, panel, k, begin, ss, to, os, ahead)
+        else:
+            _few1(at, xs, panel, k, begin, ss, to, os, ahead)
 
 
 def multiply_panels(args: Any) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from headrace.engine.quant.native import kernel
 
 PANEL = 48
-_TILE_ROWS = 8
-_SCRATCH_FLOATS = 2 * _TILE_ROWS * PANEL
+TILE_ROWS = 8
+_SCRATCH_FLOATS = 2 * TILE_ROWS * PANEL
 _BLOCK_BYTES = 768 << 10
 """Rows of x that stay in the second-level cache, beside the panel in use and the next one."""
 
@@ -45,7 +45,7 @@ def multiply_panels(panels: Tensor, start: Tensor, x: Tensor) -> Tensor:
     run(
         *(x.data_ptr(), panels.data_ptr(), size, out),
         *(start.data_ptr(), 0, y.data_ptr(), rows),
-        *(_block_rows(rows, size, len(panels), threads), scratch.data_ptr()),
+        *(block_rows(rows, 4 * size, len(panels), threads), scratch.data_ptr()),
     )
     return y
 
@@ -60,9 +60,9 @@ def multiplies_panels() -> bool:
     return "avx512f" in flags and kernel("panel_kernels", "multiply_panels") is not None
 
 
-def _block_rows(rows: int, size: int, num_panels: int, threads: int) -> int:
+def block_rows(rows: int, row_bytes: int, num_panels: int, threads: int) -> int:
     """Rows that one piece of work takes: what the cache holds, fewer where there would be less than
     four pieces a thread."""
-    fit = max(_BLOCK_BYTES // (4 * size), _TILE_ROWS)
+    fit = max(_BLOCK_BYTES // row_bytes, TILE_ROWS)
     blocks = max(-(-rows // fit), 4 * threads // num_panels)
-    return max(1, math.ceil(rows / blocks / _TILE_ROWS)) * _TILE_ROWS
+    return max(1, math.ceil(rows / blocks / TILE_ROWS)) * TILE_ROWS

@@ -8,6 +8,7 @@ from weights import Given
 from headrace.engine.quant import int8_dynamic, packed
 from headrace.engine.quant.int8 import Int8, int8_matrix, quantize_channels
 from headrace.engine.quant.int8_dynamic import Int8Dynamic, quantize_tokens
+from headrace.engine.quant.int8_panels import multiplies_int8_panels
 from headrace.engine.quant.method import LinearSpec, weight_bytes
 
 CPU = torch.device("cpu")
@@ -82,6 +83,27 @@ def test_int8_dynamic_rows_do_not_depend_on_their_batch() -> None:
     together = method.apply(weights, x)
     for row in (0, 33, 69):
         assert torch.equal(method.apply(weights, x[row : row + 1])[0], together[row])
+
+
+@pytest.mark.skipif(not multiplies_int8_panels(), reason="needs numba and AVX-512 VNNI")
+@pytest.mark.parametrize(("rows", "columns"), [(64, 64), (96, 40), (192, 576), (321, 100), (48, 4)])
+def test_our_int8_kernel_gives_the_bits_that_onednn_gives(
+    rows: int, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full panels and a part of one, every tile, few rows and many, NaN among them."""
+    spec, source = layer(rows, columns)
+    method = Int8Dynamic()
+    plain = method.create_weights(spec, source, torch.float32, CPU)
+    ours = method.process(plain)
+    monkeypatch.setattr(int8_dynamic, "multiplies_int8_panels", lambda: False)
+    theirs = method.process(plain)
+    assert ours.panels is not None and theirs.packed
+    for batch in (0, 1, 2, 3, 7, 8, 15, 24, 31, 200):
+        x = torch.randn(batch, columns)
+        if batch > 20:
+            x[19, 0] = torch.nan
+        found = method.apply(ours, x)
+        torch.testing.assert_close(found, method.apply(theirs, x), rtol=0, atol=0, equal_nan=True)
 
 
 def test_nan_and_infinity_are_seen_in_the_outputs() -> None:
