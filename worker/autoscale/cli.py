@@ -95,7 +95,11 @@ _option = click.option
 
 _path = click.Path(path_type=Path)
 _trace_options = _options(
-    _option("--trace", type=_path, help="Arrivals from a CSV or JSONL file."),
+    _option(
+        "--trace",
+        type=_path,
+        help="CSV or JSONL: arrival, prompt_tokens, output_tokens; deadline_s, count if you like.",
+    ),
     _option("--bulk-file", type=_path, help="A file of batch requests, submitted at 0."),
     _option("--shape", type=click.Choice(list(SHAPES)), default="daily", help="Made-up arrivals."),
     _option("--jobs", type=click.IntRange(1), default=100_000, help="Of a shape."),
@@ -183,13 +187,48 @@ _output_options = _options(
 )
 
 
-@autoscale.command("simulate", context_settings={"show_default": True})
+_SECTIONS = {
+    "trace": "Arrivals",
+    "prefill_rate": "A worker",
+    "gpus": "Prices and spot",
+    "controller": "Policies, goals and limits",
+    "polling": "KEDA",
+    "order": "The simulation",
+    "as_json": "Output",
+}
+"""By the first option of each, in the order above."""
+
+
+class _Sectioned(click.Command):
+    """Sixty options are read by what they are about."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        title = "Options"
+        for parameter in self.get_params(ctx):
+            title = _SECTIONS.get(parameter.name or "", title)
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(title, []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+@autoscale.command("simulate", cls=_Sectioned, context_settings={"show_default": True})
 @_trace_options
 @_machine_options
 @_scaling_options
 @_output_options
 def simulate_command(**options: Any) -> None:
     """Simulate a queue and its scaling; compare policies and targets; recommend one.
+
+    \b
+    headrace autoscale simulate --shape burst --jobs 5000 --plot burst.png
+    headrace autoscale simulate --trace arrivals.csv --decode-rate 900 --deadline 2h
+
+    What workers measured, the exporter shows: headrace_queue_service_tokens_per_second and
+    headrace_queue_cold_start_seconds. Durations: 90, 90s, 15m, 2h, 1d.
 
     Every flag has a variable, as HEADRACE_AUTOSCALE_SIMULATE_COLD_START for --cold-start.
     """

@@ -3,6 +3,7 @@
 matplotlib is imported when a plot is asked for, not before.
 """
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,12 @@ def plot(comparison: Comparison, path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from PIL import Image
     except ImportError as error:
         raise PlotUnavailable(
             "a plot needs matplotlib: install the extra with pip install 'headrace[plot]'"
         ) from error
-    figure = Figure(figsize=(10.0, 8.5), layout="constrained")
+    figure = Figure(figsize=(9.0, 7.0), layout="constrained")
     FigureCanvasAgg(figure)
     queue, replicas, waits = figure.subplots(3, 1, sharex=True)
     for index, result in enumerate(comparison.results):
@@ -41,7 +43,10 @@ def plot(comparison: Comparison, path: Path) -> None:
         axes.grid(alpha=0.25)
     queue.legend(fontsize="small", loc="upper right")
     figure.suptitle(comparison.scenario.trace.name)
-    figure.savefig(path, format="png", dpi=110)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png", dpi=100)
+    # A palette takes a third of the bytes.
+    Image.open(drawn).convert("RGB").quantize(256).save(path, format="png", optimize=True)
 
 
 def _draw(
