@@ -37,6 +37,7 @@ format: $(READY)
 bench: $(READY)
 	$(BIN)/python -m headrace.worker.bench
 	$(BIN)/python -m headrace.worker.bench --schemes
+	$(BIN)/python -m headrace.worker.bench.safety
 
 # Other engines, each in an environment of its own under ~/.cache/headrace/peers; hours at first.
 bench-peers: $(READY)

@@ -41,6 +41,10 @@ FATAL: tuple[type[Exception], ...] = (
     redis.exceptions.AuthorizationError,
 )
 
+REFUSALS = ("READONLY", "MASTERDOWN", "LOADING", "MISCONF", "NOREPLICAS", "BUSY ")
+"""Answers that change without us: a replica or a master that starts, a disk that is full, too few
+replicas, another's endless script. Scripts wrap them in words of their own."""
+
 
 class RedisClient(Protocol):
     """The part of `redis.Redis` that is used here."""
@@ -194,10 +198,7 @@ def is_transient(error: Exception) -> bool:
         return True
     text = str(error)
     return isinstance(error, redis.exceptions.ResponseError) and (
-        "READONLY" in text
-        or "MASTERDOWN" in text
-        or "LOADING" in text
-        or text.startswith("UNBLOCKED")
+        any(word in text for word in REFUSALS) or text.startswith("UNBLOCKED")
     )
 
 

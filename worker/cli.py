@@ -14,6 +14,7 @@ from headrace.worker.config import DEFAULT_PORT, WorkerConfig
 from headrace.worker.drain import PROFILES
 from headrace.worker.loop import LoopSettings
 from headrace.worker.options import option
+from headrace.worker.signals import leave_at_once
 
 _ENGINE = EngineConfig(model="")
 _LOOP = LoopSettings()
@@ -159,6 +160,7 @@ _LOOP = LoopSettings()
 @options.logging
 def worker(**chosen: Any) -> None:
     """Serve one model: claim jobs, run them in one continuous batch, record the results."""
+    leave_at_once()
     logs.set_up(chosen["log_level"], chosen["log_format"])
     from headrace.worker.process import WorkerProcess
 

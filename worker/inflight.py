@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from headrace.engine.sequence import FinishReason, Sequence
+from headrace.engine.sequence import FinishReason, Sequence, SequenceStatus
 from headrace.producer import schemas
 from headrace.worker.source import ClaimedJob
 
@@ -32,3 +32,30 @@ class InFlight:
     @property
     def failed(self) -> bool:
         return any(s.finish_reason is FinishReason.FAILED for s in self.sequences)
+
+    @property
+    def unbegun(self) -> bool:
+        """Nothing has been computed for it yet."""
+        return all(
+            sequence.status is SequenceStatus.WAITING and not sequence.num_computed_tokens
+            for sequence in self.sequences
+        )
+
+    def begin_again(self) -> None:
+        """Fresh sequences that go on where these were taken out of an engine; ended ones stay."""
+        self.sequences = [_reborn(sequence) for sequence in self.sequences]
+
+
+def _reborn(sequence: Sequence) -> Sequence:
+    if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+        return sequence
+    return Sequence(
+        request_id=sequence.request_id,
+        prompt_token_ids=sequence.prompt_token_ids,
+        params=sequence.params,
+        seed=sequence.seed,
+        sample_index=sequence.sample_index,
+        salt=sequence.salt,
+        output_token_ids=list(sequence.output_token_ids),
+        logprobs=list(sequence.logprobs)[: len(sequence.output_token_ids)],
+    )

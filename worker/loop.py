@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from headrace.engine.errors import EngineError, Failure, RequestError
-from headrace.engine.sequence import FinishReason, Sequence, SequenceStatus
-from headrace.engine.stats import StepOutput, StepStats
-from headrace.producer import codec, schemas
+from headrace.engine.sequence import Sequence
+from headrace.engine.stats import StepOutput
 from headrace.worker import checkpoint, jobs, kill_points
 from headrace.worker.courier import Courier
 from headrace.worker.drain import Drain
 from headrace.worker.feeder import Feeder, Serving
 from headrace.worker.inflight import InFlight
 from headrace.worker.metrics import WorkerMetrics
+from headrace.worker.outcomes import Outcomes
 from headrace.worker.pulse import Pulse
 from headrace.worker.rates import ServiceRates
 from headrace.worker.recovery import Recovery
@@ -34,6 +34,7 @@ from headrace.worker.source import (
     Released,
     WorkerRegistry,
 )
+from headrace.worker.step_metrics import StepMetrics
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +98,6 @@ class ServingLoop:
         settings: LoopSettings = LoopSettings(),
         on_first_token: Callable[[], None] | None = None,
     ) -> None:
-        self.rates = ServiceRates()
         self.pulse = pulse or Pulse(600.0)
         self._engine = engine
         self._source = source
@@ -116,6 +116,8 @@ class ServingLoop:
         self._next_expiry = 0.0
         self._steps = 0
         self._recovery = Recovery()
+        self._outcomes = Outcomes(engine, serving.model)
+        self._measured = StepMetrics(metrics)
         self._unbegun: list[InFlight] = []
         self._dirty = False
         connection = connection or Connection(metrics)
@@ -139,6 +141,11 @@ class ServingLoop:
             room=self._room,
             claim_wait=settings.claim_wait,
         )
+
+    @property
+    def rates(self) -> ServiceRates:
+        """How fast the engine has been lately; read by other threads."""
+        return self._measured.rates
 
     @property
     def num_running(self) -> int:
@@ -190,7 +197,8 @@ class ServingLoop:
     def _rest(self) -> None:
         if self._dirty:
             self._dirty = False
-            self._observe_idle()
+            self._measured.idle()
+            self._metrics.claimed_jobs.set(len(self._flights))
             try:
                 self._engine.check_integrity()
             except Exception as error:
@@ -244,7 +252,7 @@ class ServingLoop:
         except Exception as error:
             self._recover(error)
             return
-        self._observe(output.stats, time.perf_counter() - started)
+        self._measured.step(output.stats, time.perf_counter() - started)
         kill_points.progressed(
             flight.job.job_id
             for sequence in (*output.progressed, *output.finished)
@@ -268,7 +276,7 @@ class ServingLoop:
             flight = self._by_seq.pop(sequence.seq_id, None)
             if flight is None or flight.given_up:
                 continue
-            self._observe_end(sequence)
+            self._measured.ended(sequence)
             if flight.failed:
                 self._abort(flight)
             # Once, however many of its answers end in this step.
@@ -281,44 +289,11 @@ class ServingLoop:
     def _end(self, flight: InFlight) -> Outcome:
         """The outcome of a job whose sequences have all ended."""
         self._flights.pop(flight.job.execution_id, None)
-        failed = next((s.failure for s in flight.sequences if s.failure is not None), None)
-        if failed is not None:
-            kind = OutcomeKind.RETRY if failed.retryable else OutcomeKind.FAILED
-            return self._fail(flight, failed, kind)
-        try:
-            result = jobs.to_result(
-                flight.request,
-                flight.job,
-                flight.sequences,
-                self._engine,
-                model=self._serving.model,
-                claimed_at=flight.claimed_at,
-                resumed_from_tokens=flight.resumed_tokens,
-            )
-            encoded = codec.encode_result(result)
-        except Exception as error:
-            log.exception("a result could not be made", extra={"job_id": flight.job.job_id})
-            message = f"the result could not be made: {type(error).__name__}"
-            return self._fail(flight, Failure("internal_error", message), OutcomeKind.FAILED)
-        usage = result.usage
-        return Outcome(
-            flight.job, OutcomeKind.SUCCEEDED, encoded, usage.prompt_tokens, usage.completion_tokens
-        )
+        return self._outcomes.ended(flight)
 
     def _fail(self, flight: InFlight, failure: Failure, kind: OutcomeKind) -> Outcome:
         self._flights.pop(flight.job.execution_id, None)
-        flight.given_up = True
-        log.info("failed: %s", failure.code, extra=_tags(flight.job, code=failure.code))
-        result: schemas.Result = jobs.failed_result(
-            failure, flight.job, flight.request, model=self._serving.model
-        )
-        return Outcome(
-            flight.job,
-            kind,
-            codec.encode_result(result),
-            flight.sequences[0].num_prompt_tokens,
-            flight.num_output_tokens,
-        )
+        return self._outcomes.failed(flight, failure, kind)
 
     def _abort(self, flight: InFlight) -> None:
         """Take a job's sequences out of the engine."""
@@ -386,7 +361,7 @@ class ServingLoop:
         EngineError when it is none. Anything else is a fault of its host half with one of them:
         take everything out, and put it back in halves until one job is left."""
         self._metrics.engine_errors.inc()
-        self._unbegun = [flight for flight in self._flights.values() if _unbegun(flight)]
+        self._unbegun = [flight for flight in self._flights.values() if flight.unbegun]
         if isinstance(error, EngineError):
             raise EngineBroken(str(error)) from error
         log.error("a step raised %s; looking for the job", type(error).__name__, exc_info=error)
@@ -400,7 +375,7 @@ class ServingLoop:
         except Exception as second:
             raise EngineBroken(f"the engine cannot go on after {error!r}: {second!r}") from error
         for flight in running:
-            flight.sequences = [_reborn(sequence) for sequence in flight.sequences]
+            flight.begin_again()
         culprit = self._recovery.split(running)
         ended: list[Outcome] = []
         if culprit is not None:
@@ -425,7 +400,7 @@ class ServingLoop:
         self.courier.save(
             [(item.job, item.checkpoint) for item in self.progress() if item.checkpoint]
         )
-        self._put_back([flight for flight in self._flights.values() if _unbegun(flight)])
+        self._put_back([flight for flight in self._flights.values() if flight.unbegun])
         self._put_back(self.feeder.stop(max(0.5, 2 * self._settings.claim_wait)))
         kill_points.reach("drain_begun")
         while self._flights and not self._drain.stop_working:
@@ -460,60 +435,6 @@ class ServingLoop:
                 self._flights.pop(flight.job.execution_id, None)
         log.info("put %d jobs back", len(released))
         self.courier.put_back(released)
-
-    def _observe(self, stats: StepStats, seconds: float) -> None:
-        m = self._metrics
-        m.running.set(stats.num_running)
-        m.waiting.set(stats.num_waiting)
-        m.kv_usage.set(stats.kv_usage)
-        m.prompt_tokens.inc(stats.num_prompt_tokens)
-        m.generation_tokens.inc(stats.num_output_tokens)
-        if stats.num_preemptions:
-            m.preemptions.inc(stats.num_preemptions)
-        if stats.prefix_cache_queries:
-            m.prefix_queries.inc(stats.prefix_cache_queries)
-            m.prefix_hits.inc(stats.prefix_cache_hits)
-        m.step_tokens.observe(stats.num_scheduled_tokens)
-        m.step_seconds.observe(seconds)
-        self.rates.observe(stats.num_prompt_tokens, stats.num_output_tokens, seconds)
-
-    def _observe_idle(self) -> None:
-        self._metrics.running.set(0)
-        self._metrics.waiting.set(0)
-        self._metrics.kv_usage.set(0.0)
-        self._metrics.claimed_jobs.set(len(self._flights))
-
-    def _observe_end(self, sequence: Sequence) -> None:
-        if not sequence.first_token_time or not sequence.finish_time:
-            return
-        self._metrics.first_token.observe(sequence.first_token_time - sequence.arrival_time)
-        tokens = len(sequence.output_token_ids) - 1
-        if tokens > 0:
-            seconds = sequence.finish_time - sequence.first_token_time
-            self._metrics.inter_token.observe(max(0.0, seconds) / tokens)
-
-
-def _unbegun(flight: InFlight) -> bool:
-    return all(
-        sequence.status is SequenceStatus.WAITING and not sequence.num_computed_tokens
-        for sequence in flight.sequences
-    )
-
-
-def _reborn(sequence: Sequence) -> Sequence:
-    """A fresh sequence that goes on where this one was taken out; itself when it had ended."""
-    if sequence.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-        return sequence
-    return Sequence(
-        request_id=sequence.request_id,
-        prompt_token_ids=sequence.prompt_token_ids,
-        params=sequence.params,
-        seed=sequence.seed,
-        sample_index=sequence.sample_index,
-        salt=sequence.salt,
-        output_token_ids=list(sequence.output_token_ids),
-        logprobs=list(sequence.logprobs)[: len(sequence.output_token_ids)],
-    )
 
 
 def _tags(job: ClaimedJob, **more: object) -> dict[str, object]:

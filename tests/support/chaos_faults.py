@@ -196,7 +196,10 @@ class Faults:
             status = slot.worker.process.poll()
             if status is None:
                 continue
-            if not (slot.draining and status == 0) and status != EXIT_SOURCE:
+            # A SIGTERM that came before the process had said a word met nobody who could drain.
+            unborn = status == -signal.SIGTERM and not slot.worker.log.read_text()
+            drained = slot.draining and (status == 0 or unborn)
+            if not drained and status != EXIT_SOURCE:
                 self._wrong.append(f"a worker ended by itself ({status}): {slot.worker.log}")
             slot.draining = False
             slot.worker = self._birth(slot.proxy)

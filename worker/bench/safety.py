@@ -264,13 +264,76 @@ def measure_cost(model: str, dtype: str, threads: int, repeats: int) -> dict[str
     }
 
 
+def report_cost(model: str, dtype: str, threads: int, repeats: int) -> dict[str, Any]:
+    cost = measure_cost(model, dtype, threads, repeats)
+    click.echo(
+        f"cost: {cost['ratio']:.3f} of the engine alone (target {COST_TARGET}); by turn "
+        + ", ".join(f"{ratio:.3f}" for ratio in cost["ratios"])
+    )
+    return cost
+
+
+def report_recovery(
+    model: str, dtype: str, threads: int, leases: Sequence[float]
+) -> list[dict[str, Any]]:
+    recoveries = []
+    for lease in leases:
+        with scene(model, dtype, threads) as one:
+            recovery = measure_recovery(one, lease)
+        recoveries.append({**asdict(recovery), "of_lease": recovery.of_lease})
+        click.echo(
+            f"recovery: {recovery.seconds:.1f} s from kill -9 to running elsewhere with a lease "
+            f"of {lease:g} s ({recovery.of_lease:.2f} of it)"
+        )
+    return recoveries
+
+
+def report_resume(
+    model: str, dtype: str, threads: int, lease: float, repeats: int
+) -> dict[str, Any]:
+    resumes = []
+    for _ in range(repeats):
+        with scene(model, dtype, threads) as one:
+            resume = measure_resume(one, lease)
+        resumes.append(resume)
+        click.echo(
+            f"resume: {resume.interrupted:.2f} s killed half-way against "
+            f"{resume.uninterrupted:.2f} s uninterrupted ({resume.ratio:.3f}, target at most "
+            f"{RESUME_TARGET}); {resume.resumed_tokens} of {resume.tokens} tokens kept; nobody had "
+            f"the jobs for {resume.unowned:.1f} s"
+        )
+    return {
+        "runs": [{**asdict(one), "ratio": one.ratio} for one in resumes],
+        "ratio": statistics.median(resume.ratio for resume in resumes),
+        "target": RESUME_TARGET,
+    }
+
+
+PARTS = ("cost", "recovery", "resume")
+
+
 @click.command()
 @click.option("--model", default="smollm2-135m-instruct", show_default=True)
 @click.option("--dtype", default="float32", show_default=True)
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--lease", "leases", multiple=True, type=float, default=(10.0, 60.0))
 @click.option("--threads", default=0, help="0: this process's CPU quota.")
-def main(model: str, dtype: str, repeats: int, leases: tuple[float, ...], threads: int) -> None:
+@click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    type=click.Choice(PARTS),
+    default=PARTS,
+    help="Only these; the file keeps the others' figures.",
+)
+def main(
+    model: str,
+    dtype: str,
+    repeats: int,
+    leases: tuple[float, ...],
+    threads: int,
+    parts: tuple[str, ...],
+) -> None:
     """Measure, print, and write build/bench/safety.json."""
     from headrace.engine.loading.source import resolve_model
     from headrace.engine.runner import available_threads
@@ -278,48 +341,21 @@ def main(model: str, dtype: str, repeats: int, leases: tuple[float, ...], thread
     threads = threads or available_threads()
     path = str(resolve_model(model))
     OUT.parent.mkdir(parents=True, exist_ok=True)
-    cost = measure_cost(path, dtype, threads, repeats)
-    click.echo(
-        f"cost: {cost['ratio']:.3f} of the engine alone (target {COST_TARGET}); by turn "
-        + ", ".join(f"{ratio:.3f}" for ratio in cost["ratios"])
-    )
-    recoveries = []
-    for lease in leases:
-        with scene(path, dtype, threads) as one:
-            recovery = measure_recovery(one, lease)
-        recoveries.append(recovery)
-        click.echo(
-            f"recovery: {recovery.seconds:.1f} s from kill -9 to running elsewhere with a lease "
-            f"of {lease:g} s ({recovery.of_lease:.2f} of it)"
-        )
-    resumes = []
-    for _ in range(repeats):
-        with scene(path, dtype, threads) as one:
-            resume = measure_resume(one, leases[0])
-        resumes.append(resume)
-        click.echo(
-            f"resume: {resume.interrupted:.2f} s killed half-way against "
-            f"{resume.uninterrupted:.2f} s uninterrupted ({resume.ratio:.3f}, target at most "
-            f"{RESUME_TARGET}); "
-            f"{resume.resumed_tokens} of {resume.tokens} tokens kept; nobody had the jobs for "
-            f"{resume.unowned:.1f} s"
-        )
-    ratio = statistics.median(resume.ratio for resume in resumes)
-    report = {
+    report = orjson.loads(OUT.read_bytes()) if OUT.exists() and parts != PARTS else {}
+    report |= {
         "cpu": describe_cpu(),
         "python": platform.python_version(),
         "threads": threads,
         "model": model,
         "dtype": dtype,
-        "load_average": os.getloadavg(),
-        "cost": cost,
-        "recovery": [{**asdict(one), "of_lease": one.of_lease} for one in recoveries],
-        "resume": {
-            "runs": [{**asdict(one), "ratio": one.ratio} for one in resumes],
-            "ratio": ratio,
-            "target": RESUME_TARGET,
-        },
     }
+    if "cost" in parts:
+        report["cost"] = report_cost(path, dtype, threads, repeats)
+    if "recovery" in parts:
+        report["recovery"] = report_recovery(path, dtype, threads, leases)
+    if "resume" in parts:
+        report["resume"] = report_resume(path, dtype, threads, leases[0], repeats)
+    report["load_average"] = os.getloadavg()
     OUT.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
     click.echo(f"written to {OUT}; load average while it ran: {os.getloadavg()[1]:.1f}")
 

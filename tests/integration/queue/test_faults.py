@@ -1,5 +1,7 @@
 """Lost replies, full memory, restarts: nothing lost, nothing twice."""
 
+import contextlib
+import shutil
 import threading
 import time
 
@@ -17,7 +19,7 @@ from queue_support import (
     success,
 )
 from redis_support import RedisServer
-from tcp_proxy import TcpProxy
+from tcp_proxy import TcpProxy, wait_until
 
 from headrace.producer import Client, QueueFull, RedisUnavailable
 from headrace.worker.source import FinishCode, OutcomeKind, Released, SourceUnavailable
@@ -241,6 +243,84 @@ def test_a_full_redis_refuses_submitters_and_lets_workers_go_on(own_server) -> N
         admin.config_set("maxmemory", 0)
     client.submit("there is room again")
     source.unregister()
+
+
+def test_a_redis_that_cannot_write_its_disk_is_waited_for_and_costs_no_job_a_crash(
+    own_server,
+) -> None:
+    """As with a full disk, Redis answers and refuses every write (MISCONF)."""
+    server = own_server(save="3600 100000")
+    client, source = new_client(server.url, retry_for=0.3), new_source(server.url, lease=1.0)
+    other = new_source(server.url)
+    jobs = client.submit_many([f"p{i}" for i in range(8)])
+    claimed = source.claim(6, 1.0)
+    with server.client() as admin:
+        shutil.rmtree(server.directory)
+        admin.bgsave()
+        wait_until(lambda: admin.info("persistence")["rdb_last_bgsave_status"] == "err")
+        for call in (
+            lambda: source.finish([success(claimed[0])]),
+            lambda: source.claim(1, 0.0),
+            source.heartbeat,
+            source.reap,
+            lambda: source.release([Released(claimed[1])]),
+            lambda: source.checkpoint([(claimed[1], b"progress")]),
+        ):
+            with pytest.raises(SourceUnavailable, match="MISCONF"):
+                call()
+        with pytest.raises(RedisUnavailable, match="MISCONF"):
+            client.submit("while the disk is full")
+        time.sleep(2.0)
+        admin.config_set("stop-writes-on-bgsave-error", "no")
+    # The leases have lapsed and nobody has taken the jobs back: whoever renews keeps them.
+    assert source.heartbeat() == []
+    assert other.reap() == 0
+    assert set(finish_all(source, claimed)) == {FinishCode.COMMITTED}
+    finish_all(other, other.claim(8, 1.0))
+    assert all(client.result(job.id, 1).ok for job in jobs)
+    assert balance(client) == 0
+    for each in (source, other):
+        each.unregister()
+    # It would not end by itself: it can't save.
+    server.kill()
+
+
+def test_a_master_with_too_few_replicas_is_waited_for(own_server) -> None:
+    server = own_server(min_replicas_to_write="1")
+    client = new_client(server.url, retry_for=0.3)
+    with pytest.raises(RedisUnavailable, match="NOREPLICAS"):
+        client.submit("x")
+    with server.client() as admin:
+        threading.Timer(0.3, admin.config_set, ("min-replicas-to-write", 0)).start()
+        assert new_client(server.url, retry_for=20.0).submit("x").id
+
+
+def test_a_script_of_others_that_never_ends_is_waited_for(own_server) -> None:
+    server = own_server(lua_time_limit="100")
+    client = new_client(server.url, retry_for=20.0)
+    client.submit("warm")
+    with server.client() as admin:
+
+        def spin() -> None:
+            with contextlib.suppress(redis.exceptions.RedisError), server.client() as other:
+                other.eval("while true do end", 0)
+
+        spinning = threading.Thread(target=spin)
+        spinning.start()
+        wait_until(lambda: is_busy(admin))
+        with pytest.raises(RedisUnavailable, match="BUSY"):
+            new_client(server.url, retry_for=0.3).submit("y")
+        threading.Timer(0.3, admin.script_kill).start()
+        assert client.submit("z").id
+        spinning.join(20)
+
+
+def is_busy(admin: redis.Redis) -> bool:
+    try:
+        admin.ping()
+    except redis.exceptions.ResponseError as error:
+        return "BUSY" in str(error)
+    return False
 
 
 def test_a_wrong_password_is_said_at_once(own_server) -> None:

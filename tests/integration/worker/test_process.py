@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import redis
 import rq
@@ -348,6 +349,34 @@ def test_a_hung_step_lets_its_leases_lapse_and_fails_the_health_check(
         hung.signal(signal.SIGTERM)
         assert hung.exit_status() == 0
         assert client.result("long", timeout=1).ok
+
+
+def test_a_step_that_outlasts_the_drain_costs_no_job_its_progress(
+    redis_url: str, model: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """A step can't be interrupted; the main thread puts back what the engine's has in hand."""
+    flag = tmp_path / "hang"
+    worker = WorkerProcess(
+        redis_url,
+        model,
+        tmp_path / "worker.log",
+        *("--drain-timeout", "1", "--checkpoint-every", "0"),
+        program=["-c", HANGING, str(flag)],
+    )
+    request.addfinalizer(worker.end)
+    worker.wait_ready()
+    with Client(redis_url) as client:
+        client.submit([1], job_id="long", queue="tiny", max_tokens=3000, ignore_eos=True)
+        wait_until(lambda: generated(worker) > 20, "under way")
+        flag.touch()
+        worker.signal(signal.SIGTERM)
+        assert worker.exit_status() == 0
+        assert worker.said("a step outlasts the drain: putting 1 jobs back from here")
+        kept = orjson.loads(client.redis.hget("rq:job:long", "ckpt"))
+        assert kept["a"][0]["at"] > 20
+        assert client.redis.lrange("rq:queue:tiny", 0, -1) == [b"long"]
+        assert client.redis.hmget("rq:job:long", "crashes", "att") == [None, None]
+        assert client.workers() == []
 
 
 def test_sigterm_while_loading_ends_the_worker_with_nothing_claimed(
