@@ -19,13 +19,12 @@ from headrace.producer.errors import RedisUnavailable
 
 SCHEMES: Final = ("redis+sentinel://", "rediss+sentinel://")
 DEFAULT_PORT: Final = 26379
-QUICK: Final = {"socket_timeout": 2.0, "socket_connect_timeout": 2.0}
-"""A Sentinel that does not answer must not keep us from the next one."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentinelAddress:
-    """What a sentinel URL says. `server`, `sentinel`: connection settings of each."""
+    """What a sentinel URL says. `server`, `sentinel`: connection settings of each. Clients are made
+    with settings of the caller's, a `retry` among them."""
 
     addresses: tuple[tuple[str, int], ...]
     service: str
@@ -35,18 +34,28 @@ class SentinelAddress:
     def client(self, **settings: Any) -> redis.Redis:
         from redis.sentinel import Sentinel
 
-        sentinel = Sentinel(list(self.addresses), sentinel_kwargs={**QUICK, **self.sentinel})  # type: ignore[no-untyped-call]
+        sentinel = Sentinel(list(self.addresses), sentinel_kwargs=self._quick(settings))  # type: ignore[no-untyped-call]
         found: redis.Redis = sentinel.master_for(self.service, **{**settings, **self.server})  # type: ignore[no-untyped-call]
         return found
 
     def async_client(self, **settings: Any) -> "redis.asyncio.Redis":
         from redis.asyncio.sentinel import Sentinel
 
-        sentinel = Sentinel(list(self.addresses), sentinel_kwargs={**QUICK, **self.sentinel})  # type: ignore[no-untyped-call]
+        sentinel = Sentinel(list(self.addresses), sentinel_kwargs=self._quick(settings))  # type: ignore[no-untyped-call]
         found: redis.asyncio.Redis = sentinel.master_for(
             self.service, **{**settings, **self.server}
         )
         return found
+
+    def _quick(self, settings: dict[str, Any]) -> dict[str, Any]:
+        """A Sentinel that does not answer must not keep us from the next one; redis-py's own
+        retries would, for seconds."""
+        return {
+            "socket_timeout": 2.0,
+            "socket_connect_timeout": 2.0,
+            "retry": settings["retry"],
+            **self.sentinel,
+        }
 
 
 def parse(url: str) -> SentinelAddress:
