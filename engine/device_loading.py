@@ -3,6 +3,7 @@ what is left. Knows no layer and no kernel.
 """
 
 import logging
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -25,6 +26,14 @@ GRAPH_BYTES = 4 << 20
 """Set aside for each captured graph; what they took in fact is reported when they are captured."""
 
 
+@dataclass(frozen=True, slots=True)
+class StepBytes:
+    """Most memory that a step with prompts, and a decode of all rows, holds for a moment."""
+
+    prompt: int
+    decode: int
+
+
 def pool_bytes(memory: Memory, share: float, step_bytes: int, graph_bytes: int = 0) -> int:
     """Bytes for the KV pool: `share` of the device's memory, less what is in use by anybody (the
     weights are loaded), what the widest step takes for a moment, and what graphs will take."""
@@ -44,14 +53,19 @@ def device_runner(
     holds, as in `build_runner`."""
     model, budget = checkpoint.config, config.kv_cache_memory_bytes
     if budget is None and accelerator.device.type == "cuda":
-        peak = step_bytes(config, model, decoder, backend, max_model_len, accelerator)
-        graphs = 0 if config.enforce_eager else 2 * len(graph_sizes(config.max_num_seqs))
+        widest = step_bytes(config, model, decoder, backend, max_model_len, accelerator)
+        graphs = 0
+        if not config.enforce_eager:
+            # Graphs have memory of their own, which the largest of them fills.
+            graphs = 2 * len(graph_sizes(config.max_num_seqs)) * GRAPH_BYTES + widest.decode
         memory = accelerator.memory()
-        budget = pool_bytes(memory, config.gpu_memory_utilization, peak, graphs * GRAPH_BYTES)
+        step = max(widest.prompt, widest.decode)
+        budget = pool_bytes(memory, config.gpu_memory_utilization, step, graphs)
         logger.info(
-            "device memory: %.2f of %.2f GiB in use, a step takes up to %.2f GiB, %.2f GiB for KV",
+            "device memory: %.2f of %.2f GiB in use, a step takes up to %.2f, %.2f for graphs,"
+            " %.2f for KV",
             *((memory.total - memory.free) / 2**30, memory.total / 2**30),
-            *(peak / 2**30, budget / 2**30),
+            *(step / 2**30, graphs / 2**30, budget / 2**30),
         )
     with torch.inference_mode():
         cache = allocate(config, model, backend, backend.dtype, accelerator.device, budget)
@@ -81,10 +95,10 @@ def step_bytes(
     backend: TritonBackend,
     max_model_len: int,
     accelerator: Accelerator,
-) -> int:
-    """Most memory that a step holds beyond weights and KV pool, by running the widest ones: the
-    whole token budget in prompts, and a decode of all rows at the model's full length. All their
-    blocks are one and the same."""
+) -> StepBytes:
+    """What a step holds beyond weights and KV pool, by running the widest ones: the whole token
+    budget in prompts, and a decode of all rows at the model's full length. All their blocks are one
+    and the same."""
     rows = config.max_num_seqs
     tokens = max(config.max_num_batched_tokens, rows)
     with torch.inference_mode():
@@ -112,10 +126,9 @@ def step_bytes(
         logits = decoder.raw_logits(decoder.hidden(token_ids, kv, plan, ends))
         logits.to(torch.float32, copy=True)  # as rows with a bias or a penalty need them
 
-    def widest() -> None:
-        share = np.full(rows, tokens // rows)
-        share[: tokens % rows] += 1
-        run(np.minimum(share, max_model_len), None)
-        run(np.ones(rows, dtype=np.int64), max_model_len)
-
-    return accelerator.peak_bytes(widest)
+    share = np.full(rows, tokens // rows)
+    share[: tokens % rows] += 1
+    return StepBytes(
+        accelerator.peak_bytes(lambda: run(np.minimum(share, max_model_len), None)),
+        accelerator.peak_bytes(lambda: run(np.ones(rows, dtype=np.int64), max_model_len)),
+    )
