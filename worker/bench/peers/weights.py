@@ -25,7 +25,16 @@ def as_folder(model: Path, dtype: str, cache: Path) -> Path:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(
             model.parent, gguf_file=model.name, dtype=getattr(torch, dtype)
         )
-        loaded.save_pretrained(made)
+        # It remembers that it came from a GGUF file and refuses to be saved: a fresh one does not.
+        settings = {
+            key: value
+            for key, value in loaded.config.to_dict().items()
+            if key not in ("quantization_config", "dtype", "torch_dtype")
+        }
+        config = type(loaded.config)(**settings)
+        plain = transformers.AutoModelForCausalLM.from_config(config, dtype=loaded.dtype)
+        plain.load_state_dict(loaded.state_dict())
+        plain.save_pretrained(made)
         transformers.AutoTokenizer.from_pretrained(
             model.parent, gguf_file=model.name
         ).save_pretrained(made)
