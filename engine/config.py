@@ -32,6 +32,8 @@ class EngineConfig:
     share of what is free after the weights are loaded. `num_threads` None: from the CPU quota
     (cgroup), not from the host's cores. `max_prefix_delay`: most steps a waiting sequence is held
     back so that it finds a prefix that another one is computing now.
+    `deterministic`: an answer's bits do not depend on what else is in the batch, on chunks, on the
+    prefix cache, on preemption or on a resume.
     """
 
     model: str

@@ -8,7 +8,7 @@ replay a captured graph; a step with a prompt in it is launched kernel by kernel
 
 import logging
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -103,7 +103,10 @@ class DeviceRunner(ModelRunner):
             config, checkpoint, decoder, backend, cache, max_model_len, dtype, accelerator.device
         )
         self.steps_in_flight = 1 if config.async_scheduling else 0
-        self.fingerprint += f"-{accelerator.description.replace(' ', '_')}"
+        described = accelerator.description.replace(" ", "_")
+        self.fingerprint = replace(
+            self.fingerprint, backend=f"{backend.name}-{described}", processor=described
+        )
         rows, device = config.max_num_seqs, accelerator.device
         self._accelerator = accelerator
         self._max_rows = rows

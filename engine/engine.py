@@ -73,6 +73,7 @@ class Engine:
         steps_in_flight: int = 0,
         model_name: str = "",
         fingerprint: str = "",
+        digest: str = "",
         default_sampling: dict[str, Any] | None = None,
         info: str = "",
     ) -> None:
@@ -83,6 +84,7 @@ class Engine:
         self.model_name = model_name
         self.fingerprint = fingerprint
         self.info = info
+        self.digest = digest
         self.default_sampling = dict(default_sampling or {})
         self._scheduler = scheduler
         self._steps_in_flight = steps_in_flight
@@ -143,7 +145,8 @@ class Engine:
             deduplicate=config.deduplicate,
             steps_in_flight=runner.steps_in_flight,
             model_name=runner.model_name,
-            fingerprint=runner.fingerprint,
+            fingerprint=str(runner.fingerprint),
+            digest=runner.fingerprint.digest,
             default_sampling=runner.default_sampling,
             info=str(runner.info),
         )

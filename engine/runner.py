@@ -17,9 +17,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.engine import fingerprint
 from headrace.engine.batch import NewRow, SampledTokens, ScheduledBatch, ScheduledRow, StepHandle
 from headrace.engine.config import EngineConfig, with_float_type
 from headrace.engine.errors import EngineError
+from headrace.engine.fingerprint import Fingerprint
 from headrace.engine.input_batch import InputBatch, StepInputs
 from headrace.engine.kv.cache import KVCache, allocate
 from headrace.engine.layers.backend import Backend
@@ -67,8 +69,7 @@ class ModelRunner:
     """One loaded model with its KV pool.
 
     `num_blocks`: ids 0 to num_blocks - 1 are the scheduler's; `vocab_size`: ids that can be
-    sampled; `fingerprint`: names weights, dtype, backend and torch version, so equal ones compute
-    alike.
+    sampled; `fingerprint`: of weights, types, code and machine, so equal ones compute alike.
     """
 
     def __init__(
@@ -99,12 +100,9 @@ class ModelRunner:
         self.kv_cache_bytes = cache.bytes_per_block * (cache.num_blocks + 1)
         self.kv_bytes_per_token = cache.bytes_per_block // cache.block_size
         self.weight_memory = decoder.weight_memory()
-        self.fingerprint = "-".join(
-            (
-                *(checkpoint.fingerprint, self.dtype, self.quantization),
-                *(backend.name, f"torch{torch.__version__}"),
-                *(() if config.kv_cache_dtype == "auto" else (f"kv-{config.kv_cache_dtype}",)),
-            )
+        self.fingerprint = Fingerprint(
+            *(checkpoint.fingerprint, self.dtype, self.quantization, config.kv_cache_dtype),
+            *(backend.name, fingerprint.cpu(torch.get_num_threads()), config.deterministic),
         )
         self._decoder = decoder
         self._backend = backend
@@ -113,7 +111,7 @@ class ModelRunner:
         self._rows = InputBatch(
             config.max_num_seqs, max_model_len, cache.block_size, cache.dummy_block
         )
-        self._sampler = Sampler(self._rows)
+        self._sampler = Sampler(self._rows, one_by_one=config.deterministic)
 
     @property
     def info(self) -> RunnerInfo:
@@ -237,8 +235,6 @@ def build_runner(config: EngineConfig, checkpoint: Checkpoint) -> ModelRunner:
     if config.tensor_parallel_size != 1:
         raise EngineError("tensor_parallel_size above 1 is not supported")
     on_cuda = device.type == "cuda"
-    if config.deterministic and not on_cuda and os.environ.get("HEADRACE_BACKEND") != "triton":
-        raise EngineError("deterministic=True is not supported on this device")
     torch.set_num_threads(config.num_threads or available_threads())
     model = checkpoint.config
     if on_cuda:
@@ -256,14 +252,18 @@ def build_runner(config: EngineConfig, checkpoint: Checkpoint) -> ModelRunner:
     weight_dtype = dtype
     with torch.inference_mode():
         backend = choose_backend(config, model, max_model_len, dtype, device)
+        if config.deterministic and backend.name == "torch":
+            raise EngineError(
+                "deterministic=True runs on compiled kernels only (on a CPU: numba, and heads and"
+                " blocks of multiples of 16); here it would be plain torch"
+            )
         # The CPU's kernels compute in float32; 16-bit weights stay 16 bits wide in the matmuls.
         dtype = backend.dtype
         on_kernels = backend.name == "triton"
-        if config.deterministic and on_cuda and not on_kernels:
-            raise EngineError("deterministic=True is not supported by HEADRACE_BACKEND=torch")
         plain = _batch_invariant() if config.deterministic and on_kernels else None
         decoder = load_decoder(
-            checkpoint, backend, dtype, device, config.quantization, weight_dtype, plain
+            *(checkpoint, backend, dtype, device, config.quantization, weight_dtype, plain),
+            fixed_rows=config.deterministic and not on_kernels,
         )
     if on_kernels:
         from headrace.engine.accelerator import CudaAccelerator, HostAccelerator
@@ -307,7 +307,7 @@ def choose_backend(
             logger.warning("numba is missing: attention runs in plain torch, which is slower")
         else:
             if CpuBackend.serves(model, config.block_size):
-                return CpuBackend(model, max_model_len)
+                return CpuBackend(model, max_model_len, config.deterministic)
     return TorchBackend(model, max_model_len, dtype, device)
 
 

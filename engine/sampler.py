@@ -46,10 +46,15 @@ class Sampled:
 
 
 class Sampler:
-    """Samples rows of an InputBatch. Holds one work array for penalties, nothing else."""
+    """Samples rows of an InputBatch. Holds one work array for penalties, nothing else.
 
-    def __init__(self, rows: InputBatch) -> None:
+    `one_by_one`: rows that are drawn or want log-probabilities are looked at alone (deterministic
+    mode), since torch may sum a row in another order when others are beside it.
+    """
+
+    def __init__(self, rows: InputBatch, one_by_one: bool = False) -> None:
         self._rows = rows
+        self._one_by_one = one_by_one
         self._counts = torch.zeros(0, 0)
 
     def sample(
@@ -60,6 +65,30 @@ class Sampler:
         `slots`: the rows' slots in the InputBatch. `bitmask` int32 [rows, ceil(vocab / 32)]: bit
         i % 32 of word i / 32 says whether id i is allowed.
         """
+        if not self._one_by_one or len(slots) < 2 or not self._sums(slots).any():
+            return self._sample(logits, slots, bitmask)
+        result = Sampled(np.empty(len(slots), dtype=np.int64))
+        apart = self._sums(slots)
+        for rows in (np.flatnonzero(~apart), *np.flatnonzero(apart)[:, None]):
+            if not len(rows):
+                continue
+            index = torch.from_numpy(rows)
+            mask = None if bitmask is None else bitmask[index]
+            part = self._sample(logits[index], slots[rows], mask)
+            result.token_ids[rows] = part.token_ids
+            result.failures.update({int(rows[i]): why for i, why in part.failures.items()})
+            result.logprobs.update({int(rows[i]): found for i, found in part.logprobs.items()})
+        return result
+
+    def _sums(self, slots: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Rows for which something is summed over the vocabulary; the others only compare."""
+        settings = self._rows.sampling
+        sums: NDArray[np.bool_] = (settings.temperature[slots] > 0) | (
+            settings.logprobs[slots] >= 0
+        )
+        return sums
+
+    def _sample(self, logits: Tensor, slots: NDArray[np.int64], bitmask: Tensor | None) -> Sampled:
         rows, settings = self._rows, self._rows.sampling
         vocab = logits.shape[1]
         peaks = _chunk_maxima(logits)

@@ -121,7 +121,11 @@ class Timing(Wire):
 
 
 class Result(Wire):
-    """The one visible end of a job: `choices`, or a `failure`."""
+    """The one visible end of a job: `choices`, or a `failure`.
+
+    `system_fingerprint`: digest of the weights, code, types, versions and machine that gave the
+    answer; in deterministic mode the same request gets the same answer from whatever has the same.
+    """
 
     v: int = WIRE_VERSION
     job_id: str
@@ -131,6 +135,7 @@ class Result(Wire):
     choices: list[Choice] = []
     usage: Usage = Usage()
     timing: Timing | None = None
+    system_fingerprint: str | None = None
     failure: Failure | None = None
     custom_id: str | None = None
     metadata: dict[str, Any] | None = None

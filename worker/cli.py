@@ -99,7 +99,12 @@ _LOOP = LoopSettings()
 @option(
     "--prefix-caching/--no-prefix-caching", env="PREFIX_CACHING", default=True, help="Prefix cache."
 )
-@option("--deterministic", env="DETERMINISTIC", is_flag=True)
+@option(
+    "--deterministic",
+    env="DETERMINISTIC",
+    is_flag=True,
+    help="An answer does not depend on what else is in the batch; slower.",
+)
 @option("--enforce-eager", env="ENFORCE_EAGER", is_flag=True, help="No CUDA graphs.")
 @option("--num-threads", env="NUM_THREADS", type=click.IntRange(1), help="CPU threads.")
 @option(

@@ -39,11 +39,13 @@ MAX_CLAIM = 128
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """What this worker answers to. `names`: the served name and its other spellings."""
+    """What this worker answers to. `names`: the served name and its other spellings;
+    `fingerprint`: what a checkpoint must share; `digest`: what goes with the results."""
 
     model: str
     names: frozenset[str]
     fingerprint: str
+    digest: str = ""
 
     def serves(self, model: str | None) -> bool:
         return model is None or model == "default" or model in self.names

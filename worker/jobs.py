@@ -314,11 +314,13 @@ def to_result(
     model: str,
     claimed_at: float = 0.0,
     resumed_from_tokens: int = 0,
+    digest: str = "",
 ) -> schemas.Result:
     """The result of finished sequences; the first that failed makes the whole job a failure.
 
     `claimed_at` is in Unix seconds. Output tokens taken over from a checkpoint are part of
-    `completion_tokens`, once, and told apart by `resumed_from_tokens`.
+    `completion_tokens`, once, and told apart by `resumed_from_tokens`. `digest`: of all that the
+    answer depends on beside the request.
     """
     failed = next((s for s in sequences if s.finish_reason is FinishReason.FAILED), None)
     if failed is not None:
@@ -340,6 +342,7 @@ def to_result(
         choices=[_to_choice(s, request, engine.tokenizer) for s in sequences],
         usage=usage,
         timing=_timing(sequences, job, claimed_at),
+        system_fingerprint=digest or None,
         custom_id=request.custom_id,
         metadata=request.metadata,
     )

@@ -116,7 +116,7 @@ class ServingLoop:
         self._next_expiry = 0.0
         self._steps = 0
         self._recovery = Recovery()
-        self._outcomes = Outcomes(engine, serving.model)
+        self._outcomes = Outcomes(engine, serving.model, serving.digest)
         self._measured = StepMetrics(metrics)
         self._unbegun: list[InFlight] = []
         self._dirty = False

@@ -16,11 +16,12 @@ log = logging.getLogger(__name__)
 
 
 class Outcomes:
-    """`model`: the served name, as results carry it."""
+    """`model`: the served name, `digest`: of what computes; both as results carry them."""
 
-    def __init__(self, engine: jobs.JobEngine, model: str) -> None:
+    def __init__(self, engine: jobs.JobEngine, model: str, digest: str = "") -> None:
         self._engine = engine
         self._model = model
+        self._digest = digest
 
     def ended(self, flight: InFlight) -> Outcome:
         """All sequences of the job have ended."""
@@ -37,6 +38,7 @@ class Outcomes:
                 model=self._model,
                 claimed_at=flight.claimed_at,
                 resumed_from_tokens=flight.resumed_tokens,
+                digest=self._digest,
             )
             encoded = codec.encode_result(result)
         except Exception as error:

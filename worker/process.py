@@ -345,6 +345,7 @@ class WorkerProcess:
                 config.served_model,
                 frozenset({config.served_model, config.engine.model}),
                 fingerprint,
+                str(getattr(engine, "digest", "")),
             ),
             self._metrics,
             self._drain,

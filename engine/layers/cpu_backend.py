@@ -5,9 +5,10 @@ dimension of 16 keys and scores need no horizontal sums; values [num_blocks, kv_
 head_dim].
 """
 
+import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headrace.engine.layers import cpu_kernels
-from headrace.engine.layers.backend import AttentionMetadata, HeadNorms, LayerKV, lazy_zeros
+from headrace.engine.layers.backend import (
+    AttentionMetadata,
+    HeadNorms,
+    LayerKV,
+    SharedPrefix,
+    lazy_zeros,
+)
 from headrace.engine.layers.cpu_simd import LANES
 from headrace.engine.layers.openmp import launcher
 from headrace.engine.layers.rope import rope_table
@@ -54,10 +61,14 @@ class CpuBackend:
     name = "cpu"
     dtype = torch.float32
 
-    def __init__(self, config: ModelConfig, max_model_len: int) -> None:
+    def __init__(
+        self, config: ModelConfig, max_model_len: int, deterministic: bool = False
+    ) -> None:
+        """`deterministic`: a query's result has the same bits whatever else is in the batch."""
         cos, sin = rope_table(config.rope, config.head_dim, max_model_len)
         self._cos, self._sin = cos.contiguous(), sin.contiguous()
         self._config = config
+        self._deterministic = deterministic
         self._launch = launcher()
         self._tile_tokens = max(1, _TILE_ROWS // config.group_size)
         rows = self._tile_tokens * config.group_size
@@ -91,6 +102,8 @@ class CpuBackend:
         ]
 
     def prepare(self, metadata: AttentionMetadata) -> CpuPlan:
+        if self._deterministic:
+            metadata = replace(metadata, prefixes=_whole_chunks(metadata))
         num_tokens = len(metadata.positions)
         flat = np.arange(num_tokens, dtype=np.int64)
         whole = _Tiles(self._own_tiles(metadata, None), flat)
@@ -252,6 +265,21 @@ class CpuBackend:
             tiles.append(fields)
             first += total
         return _Tiles(np.concatenate(tiles), np.concatenate(tokens))
+
+
+def _whole_chunks(metadata: AttentionMetadata) -> list[SharedPrefix]:
+    """The shared prefixes, cut where a query by itself would also end a chunk of keys.
+
+    The rest of the kernel needs no care: each score and each weighted sum adds in the order of its
+    dimensions and keys, keys that a query does not see change nothing, and a state that is saved
+    and resumed is the same float32 numbers.
+    """
+    step = cpu_kernels.CHUNK // math.gcd(cpu_kernels.CHUNK, metadata.block_size)
+    return [
+        replace(found, num_blocks=found.num_blocks // step * step)
+        for found in metadata.prefixes
+        if found.num_blocks >= step
+    ]
 
 
 def _quantization(kv: LayerKV) -> tuple[int, int, int]:

@@ -340,7 +340,7 @@ def paged_attention(args: Any) -> None:
         if window > 0:
             oldest = positions[tokens[0]] - window + 1
             if oldest > begin:
-                begin = oldest // LANES * LANES
+                begin = oldest // CHUNK * CHUNK
         while begin < end:
             num_keys = min(CHUNK, end - begin)
             vectors = (num_keys + LANES - 1) // LANES

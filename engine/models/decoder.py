@@ -5,7 +5,7 @@ sampling: flat tokens in, hidden rows or logits out.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from headrace.engine.loading.checkpoint import Checkpoint, TensorSource, check_t
 from headrace.engine.loading.timed import LoadSeconds, TimedSource
 from headrace.engine.models.config import ModelConfig
 from headrace.engine.quant.choose import choose_scheme
+from headrace.engine.quant.fixed_rows import FixedRows, Sizes
 from headrace.engine.quant.method import AnyMethod, LinearSpec, QuantMethod, weight_bytes
 from headrace.engine.quant.scheme import Embedding, MethodFor, Scheme, Table, plain
 from headrace.engine.quant.unquantized import Unquantized
@@ -132,12 +133,14 @@ def load_decoder(
     quantization: str | None = None,
     weight_dtype: torch.dtype | None = None,
     plain_method: AnyMethod | None = None,
+    fixed_rows: bool = False,
 ) -> Decoder:
     """Read all weights; CheckpointError names tensors that are missing, unexpected or misshapen.
 
     `quantization`: a scheme's name, None for the checkpoint's own. `weight_dtype`: of linear layers
     that are not quantized, None: `dtype`, which is that of everything between them. `plain_method`:
-    multiplies those layers, None: `Unquantized`.
+    multiplies those layers, None: `Unquantized`. `fixed_rows`: a row of a matmul has the same bits
+    whatever else is in the batch (`quant.fixed_rows`).
     """
     began, timed = time.perf_counter(), TimedSource(checkpoint.tensors)
     checkpoint = replace(checkpoint, tensors=timed)
@@ -159,8 +162,11 @@ def load_decoder(
         chosen = dtype
         if isinstance(method, Unquantized):
             method, chosen = plain_method or method, weight_dtype or dtype
+        if fixed_rows:
+            method = FixedRows(method, tried)
         return Linear.load(method, spec, source, chosen, device, memory)
 
+    tried: dict[Hashable, Sizes] = {}
     memory = HugePages()
     layers = []
     for index, (qkv, output, gate_up, down) in enumerate(specs):

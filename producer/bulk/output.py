@@ -86,6 +86,7 @@ def _answer(result: Result) -> dict[str, Any]:
         "object": result.object,
         "created": result.created,
         "model": result.model or "default",
+        "system_fingerprint": result.system_fingerprint,
         "choices": [_chat_choice(c) if is_chat else _text_choice(c) for c in result.choices],
         "usage": _usage(result.usage),
     }

@@ -50,6 +50,11 @@ from headrace.producer.run import run as run_file
     show_default=True,
     help="Most jobs in Redis at once.",
 )
+@option(
+    "--deterministic",
+    is_flag=True,
+    help="The local worker's answers do not depend on what else it is running; slower.",
+)
 @option("--worker-log", type=options.FILE, help="Keep the local worker's log here.")
 @options.line_limits
 @options.sampling
@@ -68,6 +73,8 @@ def run(ctx: click.Context, /, **given: Any) -> None:
     as_json = given.pop("as_json")
     defaults = options.take_sampling(given)
     source = given.pop("input_file")
+    if given.pop("deterministic"):
+        given["worker_arguments"] = (*given["worker_arguments"], "--deterministic")
     with contextlib.ExitStack() as stack:
         if str(source) == "-":
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-in-"))

@@ -70,7 +70,7 @@ class InThread:
             engine,
             source,
             source,
-            Serving(MODEL, frozenset({MODEL}), engine.fingerprint),
+            Serving(MODEL, frozenset({MODEL}), engine.fingerprint, engine.digest),
             self.metrics,
             self.drain,
             settings=LoopSettings(**settings),

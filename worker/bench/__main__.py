@@ -71,6 +71,11 @@ from headrace.worker.options import BytesType
     help="Our engine's KV pool (2G, 500M); default: measured. Not for --load.",
 )
 @click.option(
+    "--deterministic",
+    is_flag=True,
+    help="Our engine in deterministic mode; --ablate shows what that costs. Not for --load.",
+)
+@click.option(
     "--measurement/--no-measurement",
     default=True,
     help="Keep a few timed steps for `headrace plan`.",
@@ -121,6 +126,7 @@ def main(
     out: Path,
     queue_alone: bool | None,
     kv_cache_memory: int | None,
+    deterministic: bool,
     measurement: bool,
     mode: str | None,
     chosen_schemes: tuple[str, ...],
@@ -146,6 +152,11 @@ def main(
         report.write(out / "cold_start.json", started)
         click.echo(cold_start.table(started))
         return
+    chosen: dict[str, object] = {}
+    if kv_cache_memory is not None:
+        chosen["kv_cache_memory_bytes"] = kv_cache_memory
+    if deterministic:
+        chosen["deterministic"] = True
     subject = load_subject(
         model,
         dtypes=dtypes,
@@ -154,7 +165,7 @@ def main(
         max_tokens=max_tokens,
         limit=limit,
         threads=threads,
-        options={} if kv_cache_memory is None else {"kv_cache_memory_bytes": kv_cache_memory},
+        options=chosen,
     )
     click.echo(f"{describe_cpu()}, {subject.threads} threads", err=True)
     about = {"threads": subject.threads, "model": model}

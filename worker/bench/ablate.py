@@ -99,6 +99,12 @@ def ablations(subject: Subject, limit: int | None) -> list[Ablation]:
             *("shared-prefix attention", name, requests),
             off={"enable_shared_prefix_attention": False},
         ),
+        Ablation(
+            *("deterministic mode", name, requests),
+            on={"deterministic": True},
+            off={"deterministic": False},
+            note="on: an answer's bits do not depend on the batch; the gain is its price",
+        ),
     ]
 
 

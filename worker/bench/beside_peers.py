@@ -58,9 +58,9 @@ def run(
 ) -> list[dict[str, Any]]:
     """One row a system, dtype and workload, in the form of peers.json."""
     ours = []
-    pool: Any = subject.options.get("kv_cache_memory_bytes")
     for dtype in subject.dtypes:
-        ours += [s for s in side_by_side.systems(dtype, pool) if s.name.startswith("headrace")]
+        found = side_by_side.systems(dtype, subject.options)
+        ours += [system for system in found if system.name.startswith("headrace")]
     others = peer_systems(peers, subject, install_missing=install)
     rows: list[dict[str, Any]] = []
     for name, requests in subject.work.items():
@@ -123,7 +123,17 @@ def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
         median = f"{row['median_s']:.2f} ({len(row['times_s'])})"
         lines.append([*cells, median, report.figure(rate), exact, memory, row["version"]])
     head = ["system", "dtype", "workload", "median s (n)", "output tok/s", "equal to float32"]
-    return report.markdown([*head, "peak RSS GiB", "version"], lines)
+    table = report.markdown([*head, "peak RSS GiB", "version"], lines)
+    return "\n".join((table, "", *_settings(rows)))
+
+
+def _settings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What each system was told, one line each."""
+    told = {}
+    for row in rows:
+        chosen = ", ".join(f"{name} {value}" for name, value in row["settings"].items())
+        told[row["system"]] = f"{row['threads']} threads" + (f", {chosen}" if chosen else "")
+    return [f"- {system}: {text}" for system, text in told.items()]
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:

@@ -1,6 +1,7 @@
 """The default benchmark: our engine, our engine through the queue, and Transformers' static
 batches, on the same weights and token ids in one run."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,16 @@ from headrace.worker.bench import workloads
 from headrace.worker.bench.compare import System, compare
 from headrace.worker.bench.subject import Subject
 
+_SETTINGS = {"kv_cache_memory_bytes": "kv_cache_memory", "deterministic": "deterministic"}
 FLOATS = ("float32", "bfloat16", "float16")
 
 
-def systems(dtype: str, kv_cache_memory: int | None = None) -> list[System]:
+def systems(dtype: str, options: Mapping[str, object] | None = None) -> list[System]:
     """What runs in this environment; Transformers has no quantization of ours.
 
-    `kv_cache_memory`: bytes of our KV pools, None: measured.
+    `options`: of our engine, as in Subject: the size of its pool, deterministic mode.
     """
-    ours = {} if kv_cache_memory is None else {"kv_cache_memory": str(kv_cache_memory)}
+    ours = {_SETTINGS[name]: str(int(value)) for name, value in (options or {}).items()}  # type: ignore[call-overload]
     found = [
         System.module("headrace engine", "headrace_engine", dtype, **ours),
         System.module("headrace through the queue", "headrace_queue", dtype, **ours),
@@ -29,13 +31,12 @@ def systems(dtype: str, kv_cache_memory: int | None = None) -> list[System]:
 def run(subject: Subject, repeats: int, out: Path) -> list[dict[str, Any]]:
     """One row a system, workload and dtype; `exact` counts outputs equal to the engine's own."""
     rows: list[dict[str, Any]] = []
-    pool: Any = subject.options.get("kv_cache_memory_bytes")
     for name, requests in subject.work.items():
         path = out / f"{name}.jsonl"
         workloads.write(list(requests), path)
         for dtype in subject.dtypes:
             measured = compare(
-                systems(dtype, pool),
+                systems(dtype, subject.options),
                 model=str(subject.path),
                 workload=name,
                 workload_path=path,

@@ -85,6 +85,7 @@ def test_every_technique_is_switched_off_and_changes_no_token(subject: Subject) 
         "prefix cache",
         "waiting for a prefix in flight",
         "shared-prefix attention",
+        "deterministic mode",
         "paged blocks",
         "chunked prefill",
     }

@@ -1,9 +1,10 @@
 """A job that is cut off goes on after its last token, and nobody can tell from the answer."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import InThread, answer, payload, serving, wait_until
+from serving import InThread, answer, load, payload, serving, wait_until
 
 from headrace.engine.engine import Engine
 from headrace.engine.sequence import Sequence
@@ -257,3 +258,48 @@ def test_a_drain_that_runs_out_of_time_puts_the_rest_back_with_its_progress(
     assert set(source.results) == {"brief"}
     assert source.checkpoints["endless"]
     assert source.depth == (1, 0)
+
+
+def test_a_deterministic_worker_goes_on_with_the_very_same_numbers(model: Path) -> None:
+    """Interrupted in a full batch, resumed by a worker that takes the prompts in other chunks: the
+    tokens, the bits of their log-probabilities and the digest are those of a run alone. A worker
+    without the mode does not take the checkpoint over."""
+    fields = [
+        {
+            "prompt": [3 + index] * (20 + 9 * index),
+            "max_tokens": 150,
+            "temperature": index % 2,
+            "seed": index,
+            "ignore_eos": True,
+            "logprobs": True,
+            "top_logprobs": 2,
+        }
+        for index in range(5)
+    ]
+    engine = load(model, deterministic=True, max_num_seqs=8)
+    expected = [answer(engine, given, "job")[0] for given in fields]
+    source = MemorySource()
+    for index, given in enumerate(fields):
+        source.add(payload(**given), str(index))
+    first = InThread(engine, source, checkpoint_every=0)
+    wait_until(lambda: first.value("headrace_engine_generation_tokens_total") > 150, "half-way")
+    first.drain.request("SIGTERM")
+    first.drain.hurry()
+    first.stop()
+    blob = source.checkpoints["0"]
+    other = load(model, deterministic=True, max_num_seqs=4, max_num_batched_tokens=64)
+    with serving(other, source) as second:
+        assert source.wait(len(fields))
+        for index, whole in enumerate(expected):
+            result = second.result(str(index))
+            assert result.usage.resumed_from_tokens > 0
+            assert result.system_fingerprint == engine.digest
+            assert result.choices[0].token_ids == whole.output_token_ids
+            entries = result.choices[0].logprobs
+            assert entries is not None
+            assert [entry.logprob for entry in entries] == [e.logprob for e in whole.logprobs]
+    plain = load(model, max_num_seqs=4)
+    assert plain.digest != engine.digest
+    fresh = Sequence("r", expected[0].prompt_token_ids, expected[0].params)
+    assert checkpoint.restore(blob, [fresh], plain.fingerprint).started_over
+    assert checkpoint.restore(blob, [fresh], other.fingerprint).tokens > 0

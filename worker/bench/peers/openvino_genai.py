@@ -23,10 +23,10 @@ def load(options: Options) -> tuple[str, Runner]:
 
     folder = _exported(options.model, _WEIGHTS[options.dtype])
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.max_num_seqs = 64
-    scheduler.max_num_batched_tokens = 1024
+    scheduler.max_num_seqs = int(options.extra.get("max_num_seqs", "64"))
+    scheduler.max_num_batched_tokens = int(options.extra.get("max_num_batched_tokens", "1024"))
     scheduler.cache_size = int(options.extra.get("cache_gib", "4"))
-    scheduler.enable_prefix_caching = True
+    scheduler.enable_prefix_caching = options.extra.get("prefix_caching", "1") == "1"
     properties = {
         "INFERENCE_PRECISION_HINT": _HINTS[options.dtype],
         "INFERENCE_NUM_THREADS": options.threads,

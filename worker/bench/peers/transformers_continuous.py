@@ -12,6 +12,8 @@ def load(options: Options) -> tuple[str, Runner]:
     import transformers
 
     torch.set_num_threads(options.threads)
+    page = int(options.extra.get("page_size", "16"))
+    most = int(options.extra.get("max_batch_tokens", "2048"))
     path = Path(options.model)
     source: dict[str, str] = {}
     folder = path
@@ -27,11 +29,11 @@ def load(options: Options) -> tuple[str, Runner]:
 
     def run(requests: list[PeerRequest]) -> Run:
         # A manager of its own for each run: its cache holds nothing of an earlier one.
-        blocks = sum(-(-(len(r.prompt_token_ids) + r.max_tokens) // 16) + 1 for r in requests)
+        blocks = sum(-(-(len(r.prompt_token_ids) + r.max_tokens) // page) + 1 for r in requests)
         manager = model.init_continuous_batching(
             transformers.GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0),
             transformers.ContinuousBatchingConfig(
-                page_size=16, num_blocks=blocks, max_batch_tokens=2048
+                page_size=page, num_blocks=blocks, max_batch_tokens=most
             ),
         )
         manager.start()

@@ -4,8 +4,6 @@ import time
 
 from headrace.worker.bench.peers.protocol import Options, PeerRequest, Run, Runner, serve
 
-BATCH = 16
-
 
 def load(options: Options) -> tuple[str, Runner]:
     from pathlib import Path
@@ -14,6 +12,7 @@ def load(options: Options) -> tuple[str, Runner]:
     import transformers
 
     torch.set_num_threads(options.threads)
+    size = int(options.extra.get("batch", "16"))
     path = Path(options.model)
     source: dict[str, str] = {}
     folder = path
@@ -38,8 +37,8 @@ def load(options: Options) -> tuple[str, Runner]:
         clock = Clock()
         outputs: list[list[int]] = []
         started = time.perf_counter()
-        for start in range(0, len(requests), BATCH):
-            batch = requests[start : start + BATCH]
+        for start in range(0, len(requests), size):
+            batch = requests[start : start + size]
             width = max(len(r.prompt_token_ids) for r in batch)
             ids = torch.zeros(len(batch), width, dtype=torch.long)
             mask = torch.zeros(len(batch), width, dtype=torch.long)

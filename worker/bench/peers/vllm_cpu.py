@@ -13,7 +13,7 @@ from headrace.worker.bench.peers.protocol import Options, PeerRequest, Run, Runn
 def load(options: Options) -> tuple[str, Runner]:
     cpus = sorted(os.sched_getaffinity(0))[: options.threads]
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, cpus)))
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", options.extra.get("kv_gib", "4"))
     # In this process, so that the peak memory is this process's.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import torch
@@ -25,8 +25,8 @@ def load(options: Options) -> tuple[str, Runner]:
     engine = vllm.LLM(
         model=options.model,
         dtype=options.dtype,
-        max_num_seqs=64,
-        max_num_batched_tokens=2048,
+        max_num_seqs=int(options.extra.get("max_num_seqs", "64")),
+        max_num_batched_tokens=int(options.extra.get("max_num_batched_tokens", "2048")),
         enable_prefix_caching=caching,
         seed=0,
     )
