@@ -20,10 +20,14 @@ from prometheus_client.registry import Collector
 STATES = ("loading", "ready", "draining")
 OUTCOMES = ("succeeded", "failed", "cancelled", "expired", "dead")
 ATTEMPT_REASONS = ("first", "retry", "crash", "released")
-PHASES = ("import", "connect", "download", "load", "quantize", "warm_up", "first_token", "total")
+PHASES = (
+    *("import", "connect", "download", "compile", "load", "quantize"),
+    *("warm_up", "first_token", "total"),
+)
 """`import` and `total` are counted from the start of the process, `first_token` (of the first job,
-so with the wait for work) from readiness. `connect` and `download` run beside `import`; `quantize`
-is what brings the weights that `load` read into the form that is multiplied."""
+so with the wait for work) from readiness. `connect` and `download` run beside `import` and
+`compile` (kernels from the cache, or compiled); `quantize` is what brings the weights that `load`
+read into the form that is multiplied."""
 
 _WAIT = (0.01, 0.05, 0.25, 1, 5, 15, 60, 300, 900, 3600, 14400, 43200, 86400)
 _MARGIN = (-86400, -3600, -600, -60, 0, 60, 600, 3600, 14400, 43200, 86400)
@@ -78,7 +82,7 @@ class WorkerMetrics:
         )
         self.cold_start = Gauge(
             "headrace_worker_cold_start_seconds",
-            "Seconds that the start took, by phase; connect and download run beside import.",
+            "Seconds that the start took, by phase; connect and download run beside the others.",
             ["phase"],
             registry=r,
         )

@@ -7,6 +7,7 @@ and only when the engine is loaded.
 import contextlib
 import importlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -96,11 +97,14 @@ def _answer(call: Callable[[], Any], config: WorkerConfig) -> Any:
 def load_engine(config: WorkerConfig, cold_start: ColdStart) -> ServingEngine:
     """Import, fetch, load: our own engine. Raises CheckpointError or EngineError.
 
-    The model is fetched, and the system asked to read it ahead, while torch is imported.
+    The model is fetched, and the system asked to read it ahead, while torch is imported and the
+    kernels are brought from the cache or, on a new node, compiled.
     """
     with ThreadPoolExecutor(1, "download") as beside:
         fetched = beside.submit(_fetch, config.engine.model, cold_start)
         _import_engine(cold_start)
+        with cold_start.phase("compile"):
+            _load_kernels(config)
         fetched.result()
     from headrace.engine.engine import Engine
 
@@ -128,6 +132,17 @@ def _import_engine(cold_start: ColdStart) -> None:
             f"the engine needs the package {error.name}: pip install 'headrace[worker]'"
         ) from error
     cold_start.record("import", cold_start.since_start())
+
+
+def _load_kernels(config: WorkerConfig) -> None:
+    """The CPU's, of which choosing a backend would find them missing later and say so; the GPU's
+    depend on the model and come with the warm-up."""
+    from headrace.engine.runner import choose_device
+
+    if "HEADRACE_BACKEND" in os.environ or choose_device(config.engine.device).type != "cpu":
+        return
+    with contextlib.suppress(ImportError):
+        importlib.import_module("headrace.engine.layers.cpu_backend")
 
 
 def warm_up(engine: Any) -> None:

@@ -285,7 +285,7 @@ def test_a_worker_says_what_it_serves_and_shows_what_it_does(start: Start, redis
         for phase in PHASES
     }
     assert all(seconds > 0 for seconds in phases.values()), phases
-    parts = ("import", "load", "quantize", "warm_up")
+    parts = ("import", "compile", "load", "quantize", "warm_up")
     assert sum(phases[part] for part in parts) <= phases["total"], "one after another"
     assert phases["connect"] < phases["total"], "beside them"
     assert worker.value("headrace_model_load_seconds") == pytest.approx(
