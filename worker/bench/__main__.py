@@ -91,6 +91,13 @@ from headrace.worker.options import BytesType
     multiple=True,
     help="--schemes: only this one (int4-g64, gguf, float32, ...). May be repeated.",
 )
+@click.option(
+    "--technique",
+    "techniques",
+    multiple=True,
+    type=click.Choice(ablate.TECHNIQUES),
+    help="--ablate: only this one. May be repeated.",
+)
 @click.option("--profile", "mode", flag_value="profile", help="Where a step's time goes.")
 @click.option("--cold-start", "mode", flag_value="cold-start", help="A worker's start, by phase.")
 @click.option(
@@ -129,6 +136,7 @@ def main(
     deterministic: bool,
     measurement: bool,
     mode: str | None,
+    techniques: tuple[str, ...],
     chosen_schemes: tuple[str, ...],
     chosen_peers: tuple[str, ...],
     install_peers: bool,
@@ -170,7 +178,9 @@ def main(
     click.echo(f"{describe_cpu()}, {subject.threads} threads", err=True)
     about = {"threads": subject.threads, "model": model}
     if mode == "ablate":
-        result = ablate.run(subject, limit=limit, repeats=repeats)
+        result = ablate.run(
+            subject, limit=limit, repeats=repeats, only=techniques or ablate.TECHNIQUES
+        )
         report.write(out / "ablate.json", result)
         click.echo(ablate_report.table(result))
         plots.draw(ablate_report.plot, result, out / "ablate.png")

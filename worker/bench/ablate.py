@@ -8,7 +8,7 @@ batching is waiting for a whole batch. Outputs are compared, so that nothing is 
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,6 +27,12 @@ _NO_CACHE_REQUESTS, _NO_CACHE_TOKENS = 2, 16
 _RESERVED = 2048
 _FITTING = 8
 _CHUNK = 256
+
+TECHNIQUES = (
+    *("KV cache", "continuous batching", "prefix cache", "waiting for a prefix in flight"),
+    *("shared-prefix attention", "deterministic mode", "paged blocks", "chunked prefill"),
+    "tiled attention",
+)
 
 Run = Callable[[Engine, Sequence[BenchRequest]], Trial]
 
@@ -114,19 +120,27 @@ def run(
     limit: int | None,
     repeats: int,
     lengths: Sequence[int] = attention_scaling.LENGTHS,
+    only: Collection[str] = TECHNIQUES,
 ) -> dict[str, Any]:
-    """All of it, for the subject's first dtype: `rows` and `attention`, as in the JSON file."""
+    """All of it, or `only` some of TECHNIQUES, for the subject's first dtype: `rows` and
+    `attention`, as in the JSON file."""
     dtype = subject.dtypes[0]
     rows: list[Row] = []
     for ablation in ablations(subject, limit):
+        if ablation.technique not in only:
+            continue
         click.echo(f"  {ablation.technique}", err=True)
         rows += _compare(subject, dtype, ablation, repeats)
-    click.echo("  paged blocks", err=True)
-    rows += _paging(subject, dtype, limit)
-    click.echo("  chunked prefill", err=True)
-    rows += _chunking(subject, dtype, repeats)
-    click.echo("  tiled attention", err=True)
-    scaling = attention_scaling.measure(subject.path, subject.threads, lengths, repeats)
+    if "paged blocks" in only:
+        click.echo("  paged blocks", err=True)
+        rows += _paging(subject, dtype, limit)
+    if "chunked prefill" in only:
+        click.echo("  chunked prefill", err=True)
+        rows += _chunking(subject, dtype, repeats)
+    scaling = []
+    if "tiled attention" in only:
+        click.echo("  tiled attention", err=True)
+        scaling = attention_scaling.measure(subject.path, subject.threads, lengths, repeats)
     return {
         "model": subject.model,
         "dtype": dtype,

@@ -47,8 +47,12 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
     """PNG: the gains, and attention's time and memory over the length."""
     from headrace.worker.bench.plots import save_figure, subplots
 
-    picture, (gains, times, memory) = subplots(1, 3, (15, 4.5))
     rows = [row for row in result["rows"] if row["gain"]]
+    wide = [bool(rows), *[bool(result["attention"])] * 2]
+    picture, axes = subplots(1, 3, (15, 4.5))
+    for axis, shown in zip(axes, wide, strict=True):
+        axis.set_visible(shown)
+    gains, times, memory = axes
     labels = [f"{row['technique']}: {row['measure']}" for row in rows]
     gains.barh(labels, [row["gain"] for row in rows])
     gains.axvline(1.0, color="black", linewidth=0.8)
@@ -73,7 +77,8 @@ def plot(result: Mapping[str, Any], path: Path) -> None:
         axis.set(xscale="log", yscale="log", xlabel="tokens of prompt", ylabel=unit)
         axis.set_xticks(lengths, [str(length) for length in lengths])
         axis.minorticks_off()
-        axis.legend()
+        if lengths:
+            axis.legend()
     times.set_title("attention of one layer: time")
     memory.set_title("memory beyond its inputs")
     save_figure(picture, path)
