@@ -64,10 +64,13 @@ class WorkFolder:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 raise EngineError(f"another run is writing {self.output}") from error
-            if restart:
-                self._clear()
-            self._check(identity)
-            yield
+            try:
+                if restart:
+                    self._clear()
+                self._check(identity)
+                yield
+            finally:
+                self._drop_if_empty()
 
     def layer(self, index: int) -> StoredLayer | None:
         """What an earlier run, or this one, has finished."""
@@ -110,6 +113,11 @@ class WorkFolder:
 
     def _layer_path(self, index: int) -> Path:
         return self.path / f"layer-{index:05d}.safetensors"
+
+    def _drop_if_empty(self) -> None:
+        """A run that ended before its first layer leaves nothing behind."""
+        if self.path.is_dir() and not any(self.path.glob("layer-*.safetensors")):
+            shutil.rmtree(self.path)
 
     def _clear(self) -> None:
         for path in self.path.iterdir():

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,11 +23,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headrace.engine.config import EngineConfig
+from headrace.engine.errors import EngineError
 from headrace.engine.loading.source import open_checkpoint
 from headrace.engine.models.decoder import head_spec, layer_specs
 from headrace.engine.quant.choose import choose_scheme
 from headrace.engine.quant.scheme import FloatSource
 from headrace.engine.quantize.cli import quantize
+from headrace.engine.quantize.work import check_space
 from headrace.engine.runner import load_runner
 from headrace.engine.tokenizer import load_tokenizer
 
@@ -332,4 +335,10 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path) -> None:
     found = run(model, tmp_path / "made", "--to", "int4")
     assert found.exit_code == 2
     assert "not finite" in found.output
-    assert not (tmp_path / "made").exists()
+    assert nothing_written(tmp_path, "made")
+
+
+def test_a_full_disk_is_noticed_before_the_work(tmp_path) -> None:
+    free = shutil.disk_usage(tmp_path).free
+    with pytest.raises(EngineError, match="GB free; the finished layers and the model take"):
+        check_space(tmp_path, 2 * free)
