@@ -21,24 +21,27 @@ _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def grid_spec(recipe: Recipe, dtype: torch.dtype) -> GridSpec:
-    """The grid that the format can hold; `dtype`: of the checkpoint's floats.
-
-    GPTQ stores a zero point less one. Readers disagree on what a stored -1 is (it borrows from its
-    neighbours in the word), so none is written: zero points begin at 1.
-    """
-    if recipe.format == "gptq":
-        return GridSpec(recipe.bits, recipe.symmetric, lowest_zero=1)
-    if recipe.format == "awq":
+    """The grid that the format can hold; `dtype`: of the checkpoint's floats."""
+    if recipe.format in ("gptq", "awq"):
         return GridSpec(recipe.bits, recipe.symmetric)
     return GridSpec(recipe.bits, symmetric=True, scale_dtype=dtype)
+
+
+def gptq_version(recipe: Recipe) -> int:
+    """Version 1 stores a zero point less one, and readers disagree on what a stored -1 is (it
+    borrows from its neighbours in the word; GPTQModel refuses other tools' files that may hold
+    one). So it is written only where all zero points are in the middle, which every reader takes;
+    files with zero points of their own are version 2."""
+    return 1 if recipe.symmetric else 2
 
 
 def tensors_of(part: str, matrix: QuantizedMatrix, recipe: Recipe) -> dict[str, Tensor]:
     """The tensors of one of the checkpoint's linear layers, bias excepted."""
     if recipe.format == "gptq":
+        zeros = matrix.zeros - 1 if gptq_version(recipe) == 1 else matrix.zeros
         return {
             f"{part}.qweight": pack_words(matrix.codes.T, recipe.bits),
-            f"{part}.qzeros": pack_words(matrix.zeros - 1, recipe.bits).T.contiguous(),
+            f"{part}.qzeros": pack_words(zeros, recipe.bits).T.contiguous(),
             f"{part}.scales": matrix.scales.T.contiguous(),
             f"{part}.g_idx": matrix.group_of.int(),
         }
@@ -57,7 +60,8 @@ def tensors_of(part: str, matrix: QuantizedMatrix, recipe: Recipe) -> dict[str, 
 def reader(recipe: Recipe) -> AnyMethod:
     """What reads these tensors back: the engine's own method for the format."""
     if recipe.format == "gptq":
-        return GPTQ(GPTQConfig(recipe.bits, recipe.group, recipe.symmetric, 1, {}), version=1)
+        version = gptq_version(recipe)
+        return GPTQ(GPTQConfig(recipe.bits, recipe.group, recipe.symmetric, version, {}), version)
     if recipe.format == "awq":
         return AWQ(AWQConfig(recipe.group))
     return StoredInt8("channel")
@@ -79,7 +83,7 @@ def quantization_config(recipe: Recipe) -> dict[str, Any]:
             "lm_head": False,
             "true_sequential": True,
             "damp_percent": recipe.damping,
-            "checkpoint_format": "gptq",
+            "checkpoint_format": "gptq" if gptq_version(recipe) == 1 else "gptq_v2",
             "pack_dtype": "int32",
             "meta": {"quantizer": [maker], "method": recipe.method},
         }

@@ -55,7 +55,8 @@ def find_grid(weight: Tensor, spec: GridSpec, cost: Tensor | None = None) -> tup
 
     Symmetric: the largest magnitude becomes 2^(bits - 1) - 1/2 steps. Else the range, widened to
     hold 0, is cut into 2^bits - 1 steps. With `search` (up to 4 bits, beyond which it finds
-    nothing) each group takes the share of its range at which error @ cost @ error is least; `cost` [..., columns, columns] broadcasts over the rows.
+    nothing) each group takes the share of its range at which error @ cost @ error is least; `cost`
+    [..., columns, columns] broadcasts over the rows.
     """
     low, high = weight.amin(-1).clamp(max=0), weight.amax(-1).clamp(min=0)
     if not spec.search or cost is None or spec.bits > 4:
