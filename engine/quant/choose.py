@@ -62,8 +62,10 @@ def choose_scheme(
 
 
 PACKED_ABOVE = 1 << 30
-"""Bytes of float32 weights up to which a GGUF file is run as floats when nothing is asked for: a
-small model is several times faster so; `gguf` keeps its blocks."""
+"""Bytes of float32 weights up to which a GGUF file is run as floats when nothing is asked for;
+`gguf` keeps its blocks. SmolLM2-135M in Q4_1 on AVX-512, tokens per second of one thread: float32
+11 alone, 124 in a batch of 16, 179 of 32, 450 in prefill; blocks 22, 55, 121, 350, in 0.15 of the
+memory. A queue fills batches."""
 
 
 def float_bytes(checkpoint: Checkpoint) -> int:
