@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tiny
+from delayed_device import LateRunner
 from serving import InThread, answer, payload, serving, wait_until
 
 from headrace.engine.engine import Engine
@@ -237,16 +238,21 @@ class Poisoned:
         return self._engine.step()
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
 def test_an_exception_in_the_engine_fails_the_job_that_causes_it_and_no_other(
-    engine: Engine,
+    engine: Engine, ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It shows at the third token; 11 others have as many by then and must not pay for it."""
+    """It shows at the third token; 11 others have as many by then and must not pay for it. With a
+    step `ahead`, one is in flight when everything is taken out of the engine."""
     requests = [{"prompt": [i + 1], "max_tokens": 10, "ignore_eos": True} for i in range(12)]
     expected = [
         answer(engine, fields, f"job-{i + 1}")[0].output_token_ids
         for i, fields in enumerate(requests)
     ]
     source = MemorySource(payload(**fields) for fields in requests)
+    if ahead:
+        monkeypatch.setattr(engine, "runner", LateRunner(engine.runner))
+        monkeypatch.setattr(engine, "_steps_in_flight", ahead)
     poisoned = Poisoned(engine, marker=8)
     with serving(poisoned, source) as server:
         assert source.wait(12)
