@@ -15,6 +15,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 LANES = 16
+_BYTE = ir.IntType(8)
 _I32, _I64, _F32, _F64 = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 _VECTOR = ir.VectorType(_F32, LANES)
 _INTS = ir.VectorType(_I32, LANES)
@@ -31,8 +32,24 @@ MIX_VECTORS = 4 if _HAS_AVX512 else 2
 """Vectors of 16 value columns in a tile of `mix`."""
 
 
+def opaque(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """The address as a value that LLVM knows nothing about.
+
+    Functions are compiled alone and optimized again once they are linked into their callers. In
+    between, LLVM may have written a sum of integers used as an address as an offset from null,
+    which the second round takes for undefined behaviour and drops.
+    """
+    kind = ir.FunctionType(address.type, [address.type])
+    return builder.asm(kind, "", "=r,0", [address], side_effect=False)
+
+
+def _base(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """A byte pointer to index from: made once, outside of loops, it costs them nothing."""
+    return builder.inttoptr(opaque(builder, address), _BYTE.as_pointer())
+
+
 def _pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
-    return builder.inttoptr(address, kind.as_pointer())
+    return builder.inttoptr(opaque(builder, address), kind.as_pointer())
 
 
 def _at(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, size: int = 4) -> ir.Value:
@@ -43,6 +60,16 @@ def _at(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, size: int = 4) -
 def _load(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type = _VECTOR) -> ir.Value:
     loaded = builder.load(_pointer(builder, address, kind))
     loaded.align = 4 if kind in (_VECTOR, _F32) else 8
+    return loaded
+
+
+def _element(
+    builder: ir.IRBuilder, base: ir.Value, index: ir.Value, kind: ir.Type, size: int = 4
+) -> ir.Value:
+    """The value of this type at element `index` of `size` bytes behind a base."""
+    place = builder.gep(base, [builder.mul(index, ir.Constant(_I64, size))])
+    loaded = builder.load(builder.bitcast(place, kind.as_pointer()))
+    loaded.align = 8 if kind is _I64 else 4
     return loaded
 
 
@@ -136,7 +163,7 @@ def prefetch(typing_context: Any, address: Any, num_bytes: Any) -> Any:
         lines = builder.sdiv(args[1], ir.Constant(_I64, 64))
         with cgutils.for_range(builder, lines) as loop:
             address = _at(builder, args[0], loop.index, 64)
-            builder.call(function, [builder.inttoptr(address, pointer), *options])
+            builder.call(function, [_pointer(builder, address, ir.IntType(8)), *options])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
@@ -147,7 +174,8 @@ def floats_at(typing_context: Any, address: Any) -> Any:
     """The address as a pointer to float32, for `carray`."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+        address = opaque(builder, args[0])
+        return builder.inttoptr(address, context.get_value_type(signature.return_type))
 
     pointer = types.CPointer(types.float32)  # type: ignore[attr-defined]
     return pointer(types.int64), codegen
@@ -158,7 +186,8 @@ def integers_at(typing_context: Any, address: Any) -> Any:
     """The address as a pointer to int64, for `carray`."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+        address = opaque(builder, args[0])
+        return builder.inttoptr(address, context.get_value_type(signature.return_type))
 
     pointer = types.CPointer(types.int64)  # type: ignore[attr-defined]
     return pointer(types.int64), codegen
@@ -203,8 +232,18 @@ def _score_tile(rows: int, blocks: int) -> Callable[..., Any]:
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
             query, keys, key_stride, head_dim, scores, score_stride = args
             bases = [
-                _load(builder, _at(builder, keys, ir.Constant(_I64, block), 8), _I64)
+                _base(
+                    builder,
+                    _load(builder, _at(builder, keys, ir.Constant(_I64, block), 8), _I64),
+                )
                 for block in range(blocks)
+            ]
+            row_bases = [
+                _base(
+                    builder,
+                    _at(builder, query, builder.mul(head_dim, ir.Constant(_I64, row))),
+                )
+                for row in range(rows)
             ]
             sums = [
                 [cgutils.alloca_once(builder, _VECTOR) for _ in range(blocks)] for _ in range(rows)
@@ -214,10 +253,9 @@ def _score_tile(rows: int, blocks: int) -> Callable[..., Any]:
                     builder.store(_constant(0.0), cell)
             with cgutils.for_range(builder, head_dim) as loop:
                 offset = builder.mul(loop.index, key_stride)
-                vectors = [_load(builder, _at(builder, base, offset)) for base in bases]
-                for index, row in enumerate(sums):
-                    at = builder.add(builder.mul(head_dim, ir.Constant(_I64, index)), loop.index)
-                    value = _splat(builder, _load(builder, _at(builder, query, at), _F32))
+                vectors = [_element(builder, base, offset, _VECTOR) for base in bases]
+                for row_base, row in zip(row_bases, sums, strict=True):
+                    value = _splat(builder, _element(builder, row_base, loop.index, _F32))
                     for vector, cell in zip(vectors, row, strict=True):
                         builder.store(_fma(builder, value, vector, builder.load(cell)), cell)
             for index, row in enumerate(sums):
@@ -272,29 +310,35 @@ def _mix_tile(rows: int, vectors: int) -> Callable[..., Any]:
                 for address, cell in zip(address_row, cell_row, strict=True):
                     builder.store(_load(builder, address), cell)
             lanes = ir.Constant(_I64, LANES)
+            row_bases = [
+                _base(
+                    builder,
+                    _at(builder, weights, builder.mul(weight_stride, ir.Constant(_I64, row))),
+                )
+                for row in range(rows)
+            ]
             num_blocks = builder.sdiv(builder.add(num_tokens, ir.Constant(_I64, LANES - 1)), lanes)
             with cgutils.for_range(builder, num_blocks) as block_loop:
-                base = _load(builder, _at(builder, values, block_loop.index, 8), _I64)
+                base = _base(
+                    builder, _load(builder, _at(builder, values, block_loop.index, 8), _I64)
+                )
                 first = builder.mul(block_loop.index, lanes)
                 left = builder.sub(num_tokens, first)
                 count = builder.select(builder.icmp_signed("<", left, lanes), left, lanes)
                 with cgutils.for_range(builder, count) as loop:
                     start = builder.add(builder.mul(loop.index, head_dim), column)
                     loaded = [
-                        _load(
+                        _element(
                             builder,
-                            _at(
-                                builder,
-                                base,
-                                builder.add(start, ir.Constant(_I64, LANES * vector)),
-                            ),
+                            base,
+                            builder.add(start, ir.Constant(_I64, LANES * vector)),
+                            _VECTOR,
                         )
                         for vector in range(vectors)
                     ]
                     token = builder.add(first, loop.index)
-                    for row, cell_row in enumerate(cells):
-                        at = builder.add(builder.mul(weight_stride, ir.Constant(_I64, row)), token)
-                        weight = _splat(builder, _load(builder, _at(builder, weights, at), _F32))
+                    for row_base, cell_row in zip(row_bases, cells, strict=True):
+                        weight = _splat(builder, _element(builder, row_base, token, _F32))
                         for vector, cell in zip(loaded, cell_row, strict=True):
                             builder.store(_fma(builder, weight, vector, builder.load(cell)), cell)
             for address_row, cell_row in zip(addresses, cells, strict=True):

@@ -37,8 +37,8 @@ _ZERO_POINT = 128
 @dataclass(frozen=True, slots=True)
 class Int8DynamicWeights:
     """`weight` int8 [out, in], or in oneDNN's layout when `packed`; `scales` float32 [out];
-    `zeros` what oneDNN wants beside them: int64 [out], all 0. In `panels`, if there, is all of
-    it, and the others are empty."""
+    `zeros` what oneDNN wants beside them: int64 [out], all 0. Where there are `panels`,
+    they hold it all but the bias."""
 
     weight: Tensor
     scales: Tensor
@@ -71,9 +71,9 @@ class Int8Dynamic:
     def process(self, weights: Int8DynamicWeights) -> Int8DynamicWeights:
         weight = weights.weight
         if weight.device.type == "cpu" and weight.shape[1] % 4 == 0 and multiplies_int8_panels():
-            panels = in_int8_panels(weight, weights.scales, weights.bias, _ZERO_POINT)
+            panels = in_int8_panels(weight, weights.scales, _ZERO_POINT)
             nothing = weight.new_empty(0)
-            return Int8DynamicWeights(nothing, nothing, nothing, None, panels=panels)
+            return Int8DynamicWeights(nothing, nothing, nothing, weights.bias, panels=panels)
         if not multiplies_bytes():
             return weights
         packed = torch.ops.onednn.qlinear_prepack(
@@ -84,7 +84,7 @@ class Int8Dynamic:
     def apply(self, weights: Int8DynamicWeights, x: Tensor) -> Tensor:
         quantized, scales = quantize_tokens(x, self._levels)
         if weights.panels is not None:
-            return multiply_int8_panels(weights.panels, quantized, scales).to(x.dtype)
+            return multiply_int8_panels(weights.panels, weights.bias, quantized, scales).to(x.dtype)
         if not weights.packed:
             y = functional.linear(quantized.float() - _ZERO_POINT, weights.weight.float())
             y *= weights.scales

@@ -17,9 +17,9 @@ from headrace.engine.quant.panel_simd import (
     LANES,
     ROWS,
     accumulate,
+    base,
     load,
     offsets,
-    opaque,
     rows_at,
     splat,
     store,
@@ -55,7 +55,7 @@ def _tile(rows: int, lines: int) -> Callable[..., Any]:
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> Any:
             x, x_stride, panel, size, start, scales, bias, row_scales, out, out_stride, ahead = args
             cells = [[cgutils.alloca_once(builder, _INTS) for _ in offsets()] for _ in range(rows)]
-            begin = opaque(builder, start)
+            begin = base(builder, start)
             for index, offset in enumerate(offsets()):
                 value = load(builder, begin, offset, _INTS)
                 for row in cells:
@@ -69,10 +69,10 @@ def _tile(rows: int, lines: int) -> Callable[..., Any]:
 
             inputs = rows_at(builder, x, x_stride, rows)
             accumulate(builder, inputs, panel, size, ahead, lines, cells, multiply_add)
-            of_columns, added = opaque(builder, scales), opaque(builder, bias)
-            of_rows = opaque(builder, row_scales)
+            of_columns, added = base(builder, scales), base(builder, bias)
+            of_rows = base(builder, row_scales)
             outputs = rows_at(builder, out, out_stride, rows)
-            for index, (base, row) in enumerate(zip(outputs, cells, strict=True)):
+            for index, (place, row) in enumerate(zip(outputs, cells, strict=True)):
                 at = ir.Constant(I64, 4 * index)
                 scale = splat(builder, load(builder, of_rows, at, ir.FloatType()))
                 for offset, cell in zip(offsets(), row, strict=True):
@@ -80,7 +80,7 @@ def _tile(rows: int, lines: int) -> Callable[..., Any]:
                     value = builder.fmul(value, load(builder, of_columns, offset, _VECTOR))
                     value = builder.fmul(value, scale)
                     value = builder.fadd(value, load(builder, added, offset, _VECTOR))
-                    store(builder, value, base, offset)
+                    store(builder, value, place, offset)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 11), codegen

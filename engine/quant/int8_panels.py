@@ -20,19 +20,17 @@ _FOUR = 4
 @dataclass(frozen=True, slots=True)
 class Int8Panels:
     """`panels` int8 [ceil(out / PANEL), in / 4, PANEL, 4]; `start` int32, what the activations'
-    zero point adds, negative; `scales` and `bias` float32; all three filled up to whole panels with
-    zeros. `out_features`: columns that count."""
+    zero point adds, negative; `scales` and `no_bias` (zeros) float32; all three filled up to whole
+    panels with zeros. `out_features`: columns that count."""
 
     panels: Tensor
     start: Tensor
     scales: Tensor
-    bias: Tensor
+    no_bias: Tensor
     out_features: int
 
 
-def in_int8_panels(
-    weight: Tensor, scales: Tensor, bias: Tensor | None, zero_point: int
-) -> Int8Panels:
+def in_int8_panels(weight: Tensor, scales: Tensor, zero_point: int) -> Int8Panels:
     """weight int8 [out, in], in a multiple of 4; scales float32 [out]."""
     out, size = weight.shape
     rest = -out % PANEL
@@ -43,12 +41,13 @@ def in_int8_panels(
     whole = filled(weight)
     panels = whole.view(-1, PANEL, size // _FOUR, _FOUR).transpose(1, 2).contiguous()
     start = -zero_point * whole.sum(dim=1, dtype=torch.int32)
-    added = torch.zeros(len(whole)) if bias is None else filled(bias.float())
-    return Int8Panels(panels, start, filled(scales), added, out)
+    return Int8Panels(panels, start, filled(scales), torch.zeros(len(whole)), out)
 
 
-def multiply_int8_panels(weights: Int8Panels, x: Tensor, scales: Tensor) -> Tensor:
-    """x uint8 [rows, in] with one scale a row, times the weights: float32 [rows, out]."""
+def multiply_int8_panels(
+    weights: Int8Panels, bias: Tensor | None, x: Tensor, scales: Tensor
+) -> Tensor:
+    """x uint8 [rows, in] with one scale a row, times the weights, plus bias: [rows, out]."""
     run = kernel("int8_panel_kernels", "multiply_int8_panels")
     assert run is not None
     rows, size = x.shape
@@ -56,11 +55,15 @@ def multiply_int8_panels(weights: Int8Panels, x: Tensor, scales: Tensor) -> Tens
     y = torch.empty(rows, out)
     if not rows:
         return y
+    added = weights.no_bias
+    if bias is not None:
+        rest = len(added) - out
+        added = torch.cat((bias, bias.new_zeros(rest))) if rest else bias.contiguous()
     threads = torch.get_num_threads()
     scratch = torch.empty(threads * TILE_ROWS * PANEL if out % PANEL else 0)
     run(
         *(x.data_ptr(), weights.panels.data_ptr(), size, out, weights.start.data_ptr()),
-        *(weights.scales.data_ptr(), weights.bias.data_ptr(), scales.data_ptr(), y.data_ptr()),
+        *(weights.scales.data_ptr(), added.data_ptr(), scales.data_ptr(), y.data_ptr()),
         *(rows, block_rows(rows, size, len(weights.panels), threads), scratch.data_ptr()),
     )
     return y

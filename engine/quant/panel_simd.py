@@ -12,6 +12,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from headrace.engine.layers.cpu_simd import opaque
+
 LANES = 16
 VECTORS = 3
 PANEL = LANES * VECTORS
@@ -26,28 +28,26 @@ LINES_PER_K = PANEL * 4 // _LINE
 """Cache lines of a panel for each k."""
 
 
-def opaque(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """A pointer of whose address LLVM knows nothing."""
-    kind = ir.FunctionType(I64, [I64])
-    hidden = builder.asm(kind, "", "=r,0", [address], side_effect=False)
-    return builder.inttoptr(hidden, _I8.as_pointer())
+def base(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+    """A byte pointer to index from."""
+    return builder.inttoptr(opaque(builder, address), _I8.as_pointer())
 
 
-def rows_at(builder: ir.IRBuilder, base: ir.Value, stride: ir.Value, rows: int) -> list[ir.Value]:
+def rows_at(builder: ir.IRBuilder, first: ir.Value, stride: ir.Value, rows: int) -> list[ir.Value]:
     """A pointer to each of the rows, `stride` bytes apart."""
     offsets = [builder.mul(stride, ir.Constant(I64, row)) for row in range(rows)]
-    return [opaque(builder, builder.add(base, offset)) for offset in offsets]
+    return [base(builder, builder.add(first, offset)) for offset in offsets]
 
 
-def load(builder: ir.IRBuilder, base: ir.Value, offset: ir.Value, kind: ir.Type) -> ir.Value:
+def load(builder: ir.IRBuilder, pointer: ir.Value, offset: ir.Value, kind: ir.Type) -> ir.Value:
     """The value of this type `offset` bytes behind a pointer."""
-    loaded = builder.load(builder.bitcast(builder.gep(base, [offset]), kind.as_pointer()))
+    loaded = builder.load(builder.bitcast(builder.gep(pointer, [offset]), kind.as_pointer()))
     loaded.align = 4
     return loaded
 
 
-def store(builder: ir.IRBuilder, value: ir.Value, base: ir.Value, offset: ir.Value) -> None:
-    place = builder.bitcast(builder.gep(base, [offset]), value.type.as_pointer())
+def store(builder: ir.IRBuilder, value: ir.Value, pointer: ir.Value, offset: ir.Value) -> None:
+    place = builder.bitcast(builder.gep(pointer, [offset]), value.type.as_pointer())
     builder.store(value, place).align = 4
 
 
@@ -80,7 +80,7 @@ def accumulate(
     lines are asked for, from `ahead` on.
     """
     element = cells[0][0].type.pointee.element
-    weights, far = opaque(builder, panel), opaque(builder, ahead)
+    weights, far = base(builder, panel), base(builder, ahead)
     prefetch = cgutils.get_or_insert_function(
         builder.module,
         ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32]),
@@ -99,8 +99,8 @@ def accumulate(
             at = builder.add(at, ir.Constant(I64, _LINE * line))
             builder.call(prefetch, [builder.gep(far, [at]), *read_to_l2])
         step = builder.mul(k, ir.Constant(I64, 4))
-        for base, row in zip(inputs, cells, strict=True):
-            value = splat(builder, load(builder, base, step, element))
+        for place, row in zip(inputs, cells, strict=True):
+            value = splat(builder, load(builder, place, step, element))
             for weight, cell in zip(loaded, row, strict=True):
                 builder.store(multiply_add(value, weight, builder.load(cell)), cell)
 
@@ -132,9 +132,9 @@ def _tile(rows: int, lines: int) -> Callable[..., Any]:
             cells = [
                 [cgutils.alloca_once(builder, _VECTOR) for _ in offsets()] for _ in range(rows)
             ]
-            for base, row in zip(rows_at(builder, start, start_stride, rows), cells, strict=True):
+            for place, row in zip(rows_at(builder, start, start_stride, rows), cells, strict=True):
                 for offset, cell in zip(offsets(), row, strict=True):
-                    builder.store(load(builder, base, offset, _VECTOR), cell)
+                    builder.store(load(builder, place, offset, _VECTOR), cell)
             fma = cgutils.get_or_insert_function(
                 builder.module,
                 ir.FunctionType(_VECTOR, [_VECTOR] * 3),
@@ -146,9 +146,9 @@ def _tile(rows: int, lines: int) -> Callable[..., Any]:
 
             inputs = rows_at(builder, x, x_stride, rows)
             accumulate(builder, inputs, panel, size, ahead, lines, cells, multiply_add)
-            for base, row in zip(rows_at(builder, out, out_stride, rows), cells, strict=True):
+            for place, row in zip(rows_at(builder, out, out_stride, rows), cells, strict=True):
                 for offset, cell in zip(offsets(), row, strict=True):
-                    store(builder, builder.load(cell), base, offset)
+                    store(builder, builder.load(cell), place, offset)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 9), codegen

@@ -8,6 +8,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from headrace.engine.layers.cpu_simd import opaque
+
 LANES = 16
 _I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _BYTES, _INTS = ir.VectorType(_I8, LANES), ir.VectorType(_I32, LANES)
@@ -15,19 +17,8 @@ _VECTOR = ir.VectorType(_F32, LANES)
 _HAS_PERMUTE = bool(llvm.get_host_cpu_features().get("avx512f", False))
 
 
-def _opaque(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """The address as a value that LLVM knows nothing about.
-
-    Functions are compiled alone and optimized again once they are linked into their callers. In
-    between, LLVM may have written a sum of integers used as an address as an offset from null,
-    which the second round takes for undefined behaviour and drops.
-    """
-    kind = ir.FunctionType(address.type, [address.type])
-    return builder.asm(kind, "", "=r,0", [address], side_effect=False)
-
-
 def _pointer(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
-    return builder.inttoptr(_opaque(builder, address), kind.as_pointer())
+    return builder.inttoptr(opaque(builder, address), kind.as_pointer())
 
 
 def _pointer_to(kind: Any) -> Any:
@@ -36,7 +27,7 @@ def _pointer_to(kind: Any) -> Any:
     @intrinsic
     def pointer(typing_context: Any, address: Any) -> Any:
         def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-            address = _opaque(builder, args[0])
+            address = opaque(builder, args[0])
             return builder.inttoptr(address, context.get_value_type(signature.return_type))
 
         return types.CPointer(kind)(types.int64), codegen
