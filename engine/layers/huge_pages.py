@@ -59,7 +59,9 @@ class HugePages:
 
 
 def _mapped(size: int) -> Tensor:
-    memory = mmap.mmap(-1, size)
+    # Private: pages of shared memory are large only where the system says so for files.
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, size, **flags)
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is not None:
         with contextlib.suppress(OSError):  # a kernel without huge pages

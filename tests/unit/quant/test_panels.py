@@ -1,6 +1,9 @@
 """Float32 weights in panels, and memory in huge pages."""
 
+import mmap
+import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from headrace.engine.quant.method import LinearSpec
 from headrace.engine.quant.panels import PANEL, in_panels, multiplies_panels, multiply_panels
 from headrace.engine.quant.unquantized import PlainWeights, Unquantized
 
+THP = "/sys/kernel/mm/transparent_hugepage"
 CPU = torch.device("cpu")
 needs_kernel = pytest.mark.skipif(not multiplies_panels(), reason="needs numba and AVX-512")
 
@@ -120,3 +124,19 @@ def test_what_onednn_packed_stays_as_it_is() -> None:
     packed = torch.ops.mkldnn._reorder_linear_weight(normal(512, 512), 64)
     weights = PlainWeights(packed, None, "onednn")
     assert HugePages().moved(weights).weight is packed
+
+
+def test_memory_for_weights_is_private_and_asks_for_huge_pages() -> None:
+    """The kernel's own word (smaps): shared mappings would never get large pages here."""
+    if not hasattr(mmap, "MADV_HUGEPAGE") or not Path(THP).exists():
+        pytest.skip("no huge pages to ask for")
+    held = HugePages().moved(normal(100_000))
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        place = re.match(r"([0-9a-f]+)-([0-9a-f]+) (\S+) ", line)
+        if place and int(place[1], 16) <= held.data_ptr() < int(place[2], 16):
+            assert place[3].endswith("p")
+            flags = next(line for line in lines if line.startswith("VmFlags:"))
+            assert "hg" in flags.split()
+            return
+    raise AssertionError("the tensor lies in no mapping")
