@@ -18,6 +18,7 @@ _HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "bf16"}
 
 
 def load(options: Options) -> tuple[str, Runner]:
+    import numpy as np
     import openvino  # type: ignore[import-not-found]
     import openvino_genai  # type: ignore[import-not-found]
 
@@ -46,7 +47,7 @@ def load(options: Options) -> tuple[str, Runner]:
             config.max_new_tokens = config.min_new_tokens = request.max_tokens
             config.ignore_eos = True
             config.do_sample = False
-            ids = openvino.Tensor([request.prompt_token_ids])
+            ids = openvino.Tensor(np.array([request.prompt_token_ids], dtype=np.int64))
             handles[request.id] = pipeline.add_request(index, ids, config)
             if staged and index == 0:
                 while pipeline.has_non_finished_requests():
