@@ -6,6 +6,7 @@ such. Run as `python -m headrace.worker.bench.peers.install [PEER ...]`.
 
 import argparse
 import functools
+import hashlib
 import json
 import os
 import re
@@ -156,15 +157,25 @@ def _known_libraries() -> frozenset[str]:
 
 
 def is_installed(peer: Peer, cache: Path) -> bool:
-    return (cache / peer.name / _MARK).is_file()
+    return _mark(peer, cache).is_file()
+
+
+def _mark(peer: Peer, cache: Path) -> Path:
+    """A file that is there when the environment is whole; it says with which scripts of ours."""
+    return cache / peer.name / _MARK
 
 
 def install(peer: Peer, cache: Path) -> Path:
-    """The peer's interpreter. Raises NotInstalled; the next call goes on where this one stopped."""
+    """The peer's interpreter. Raises NotInstalled; the next call goes on where this one stopped. An
+    environment that is there gets the scripts of this checkout if it has others."""
     python = python_of(peer, cache)
-    if is_installed(peer, cache):
-        return python
     root = source_folder()
+    if is_installed(peer, cache):
+        pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check"]
+        if root is not None and _mark(peer, cache).read_text() != _scripts_digest():
+            _install_scripts(pip, root)
+            _mark(peer, cache).write_text(_scripts_digest())
+        return python
     if root is None:
         raise NotInstalled("peers are installed from a checkout of Headrace, and this is none")
     if not python.is_file():
@@ -184,13 +195,25 @@ def install(peer: Peer, cache: Path) -> Path:
             _run([*pip, *wanted])
     if peer.removed:
         _run([*pip[:3], "uninstall", "--yes", *peer.removed])
-    # From a copy: building in the checkout would leave a build folder that later wheels pick up.
+    _install_scripts(pip, root)
+    _mark(peer, cache).write_text(_scripts_digest())
+    return python
+
+
+def _install_scripts(pip: list[str], root: Path) -> None:
+    """This package without its requirements, for the peers' scripts in it. From a copy: building in
+    the checkout would leave a build folder that later wheels pick up."""
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / "headrace"
         shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*_NOT_COPIED))
-        _run([*pip, "--no-deps", str(copy)])
-    (cache / peer.name / _MARK).touch()
-    return python
+        _run([*pip, "--no-deps", "--force-reinstall", str(copy)])
+
+
+def _scripts_digest() -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def filtered(requirements: Sequence[str], without: frozenset[str]) -> list[str]:
