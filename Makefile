@@ -7,7 +7,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 READY := $(VENV)/.installed
 
-.PHONY: demo test check bench bench-peers format venv kernels-aot kernels-full chaos fuzz soak
+.PHONY: demo test check bench bench-gpu bench-peers format venv kernels-aot kernels-full chaos fuzz soak
 
 venv: $(READY)
 
@@ -38,6 +38,10 @@ bench: $(READY)
 	$(BIN)/python -m headrace.worker.bench
 	$(BIN)/python -m headrace.worker.bench --schemes
 	$(BIN)/python -m headrace.worker.bench.safety
+
+# Kernels and engine on a GPU, at most eight minutes; without one a rehearsal with tiny shapes.
+bench-gpu: $(READY)
+	$(BIN)/python -m headrace.worker.bench.gpu
 
 # Other engines, each in an environment of its own under ~/.cache/headrace/peers; hours at first.
 bench-peers: $(READY)

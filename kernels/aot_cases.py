@@ -12,9 +12,18 @@ import torch
 
 from headrace.kernels.batch_invariant_matmul import batch_invariant_matmul
 from headrace.kernels.block_copy import clear_blocks, copy_blocks
+from headrace.kernels.dequantizing_matmul import dequantizing_matmul
 from headrace.kernels.embedding import embedding
 from headrace.kernels.gated_activation import gelu_tanh_and_mul, silu_and_mul
+from headrace.kernels.int8_dynamic_matmul import int8_dynamic_matmul
 from headrace.kernels.logprobs import token_logprobs
+from headrace.kernels.packed_weights import (
+    BITS,
+    TILE_COLUMNS,
+    TILE_WORDS,
+    NestedScales,
+    PackedWeights,
+)
 from headrace.kernels.paged_attention import paged_attention
 from headrace.kernels.penalties import count_tokens, penalize
 from headrace.kernels.rms_norm import add_rms_norm, rms_norm
@@ -218,6 +227,62 @@ def _matmul(dtype: torch.dtype) -> Iterator[Case]:
             yield Case(f"batch_invariant_matmul {n}x{k} bias", call)
 
 
+def _dequantizing(dtype: torch.dtype) -> Iterator[Case]:
+    """Batch sizes: without tensor cores, few rows with splits, a prefill chunk."""
+
+    def weights(kind: str, n: int, k: int, group: int, zeros: bool, parts: int) -> PackedWeights:
+        bits, group = BITS[kind], min(group, k)
+        tiles = (-(-k // TILE_COLUMNS[bits]), n, TILE_WORDS[bits])
+        groups = (-(-k // group), n)
+        number, whole = torch.float32, torch.int64
+        nested = NestedScales(
+            _tensor(parts, 2, dtype=whole),
+            _tensor(64, dtype=number),
+            _tensor(parts, 257, dtype=number),
+        )
+        return PackedWeights(
+            _tensor(*tiles, dtype=torch.int32),
+            _tensor(*groups, dtype=torch.uint8 if parts else torch.float16),
+            _tensor(*groups, dtype=torch.uint8) if zeros else None,
+            kind,
+            group,
+            k,
+            2 ** (bits - 1) if kind.startswith("int") else 0,
+            _tensor(16, dtype=number) if kind == "code4" else None,
+            nested if parts else None,
+        )
+
+    settings = [
+        *(("int4", 128, True, 0), ("int3", 64, True, 0), ("int2", 64, True, 0)),
+        *(("int8", 1 << 20, False, 0), ("fp8", 128, False, 0), ("code4", 64, False, 3)),
+    ]
+    if dtype != torch.float16:
+        settings = settings[:1]
+    for kind, group, zeros, parts in settings:
+        # 576 columns end in the middle of a step and, at 3 bits, of a tile.
+        for n, k in ((4096, 4096), (1152, 576)):
+            for rows in (1, 16, 256):
+                if (n, k) == (1152, 576) and (kind != "int3" or rows == 256):
+                    continue
+                if dtype == torch.float32 and rows > 1:
+                    continue
+                packed = weights(kind, n, k, group, zeros, parts)
+                x, bias = _tensor(rows, k, dtype=dtype), _tensor(n, dtype=torch.float32)
+                name = f"dequantizing_matmul {kind} {n}x{k} rows{rows}"
+                name += f" group{group}" * (group < k) + " zeros" * zeros
+                name += f" nested{parts}" * (parts > 0)
+                yield Case(name, partial(dequantizing_matmul, x, packed, bias))
+
+
+def _int8_dynamic(dtype: torch.dtype) -> Iterator[Case]:
+    n, k = 4096, 4096
+    w, scale = _tensor(n, k, dtype=torch.int8), _tensor(n, dtype=torch.float32)
+    for rows in (16, 256):
+        x = _tensor(rows, k, dtype=dtype)
+        call = partial(int8_dynamic_matmul, x, w, scale, scale)
+        yield Case(f"int8_dynamic_matmul {n}x{k} rows{rows}", call)
+
+
 FAMILIES = (
     _rms_norm,
     _gated_activation,
@@ -228,4 +293,6 @@ FAMILIES = (
     _embedding,
     _block_copy,
     _matmul,
+    _dequantizing,
+    _int8_dynamic,
 )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headrace.engine.layers.huge_pages import HugePages
 from headrace.engine.loading.checkpoint import TensorSource
-from headrace.engine.quant.method import LinearSpec, QuantMethod
+from headrace.engine.quant.method import LinearSpec, QuantMethod, to_device
 
 
 class Linear:
@@ -30,7 +30,8 @@ class Linear:
         memory: HugePages | None = None,
     ) -> "Linear":
         """Weights as the method wants them, in `memory` if one is given."""
-        weights = method.process(method.create_weights(spec, source, dtype, device))
+        created = to_device(method.create_weights(spec, source, dtype, device), device)
+        weights = method.process(created)
         return cls(method, weights if memory is None else memory.moved(weights))
 
     @property

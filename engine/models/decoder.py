@@ -147,7 +147,8 @@ def load_decoder(
     config = checkpoint.config
     specs, stored_head = layer_specs(config), head_spec(config)
     scheme = choose_scheme(
-        *(checkpoint, quantization, [spec for layer in specs for spec in layer], stored_head)
+        *(checkpoint, quantization, [spec for layer in specs for spec in layer]),
+        *(stored_head, device),
     )
     source = scheme.source
     _check(config, scheme)

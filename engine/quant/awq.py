@@ -21,6 +21,7 @@ from headrace.engine.quant.grouped import (
     dequantize_grouped,
     fused,
     grouped_matrix,
+    process_grouped,
 )
 from headrace.engine.quant.method import LinearSpec, bias_shapes, stacked_bias
 from headrace.engine.quant.settings import Settings
@@ -74,7 +75,7 @@ class AWQ:
         return GroupedWeights(fused(pieces), stacked_bias(spec, source, torch.float32, device))
 
     def process(self, weights: GroupedWeights) -> GroupedWeights:
-        return weights
+        return process_grouped(weights)
 
     def apply(self, weights: GroupedWeights, x: Tensor) -> Tensor:
         return apply_grouped(weights, x)

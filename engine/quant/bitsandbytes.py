@@ -17,6 +17,7 @@ from torch import Tensor
 
 from headrace.engine.errors import CheckpointError, EngineError
 from headrace.engine.loading.checkpoint import TensorSource
+from headrace.engine.quant.device_matrix import DeviceMatrix, codes_on_device, on_kernels
 from headrace.engine.quant.method import LinearSpec, bias_shapes, stacked_bias
 from headrace.engine.quant.packed import multiply, whole
 from headrace.engine.quant.packing import CHUNK, pack_rows, unpack_rows
@@ -103,16 +104,26 @@ class CodeMatrix:
         values *= rows[:, torch.arange(self.in_features) // self.group]
         return values.to(_DTYPES[self.rounding]).float()
 
+    def placed(self) -> "CodeMatrix | DeviceMatrix":
+        """`rounding` is left out: products are summed in float32, nothing is rounded in between."""
+        if not on_kernels(self.packed.device):
+            return self
+        values, scales = unpack_rows(self.packed, self.in_features, 4), self.scales
+        if isinstance(scales, Nested):
+            nested = (scales.starts, scales.absmax, scales.tables)
+            return codes_on_device(values, self.table, scales.codes, nested, self.group)
+        return codes_on_device(values, self.table, scales, None, self.group)
+
 
 @dataclass(frozen=True, slots=True)
 class CodeWeights:
-    matrix: CodeMatrix
+    matrix: CodeMatrix | DeviceMatrix
     bias: Tensor | None
 
 
 class _Codes:
     def process(self, weights: CodeWeights) -> CodeWeights:
-        return weights
+        return replace(weights, matrix=weights.matrix.placed())
 
     def apply(self, weights: CodeWeights, x: Tensor) -> Tensor:
         return multiply(weights.matrix, weights.bias, x)

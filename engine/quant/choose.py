@@ -1,14 +1,18 @@
 """Which scheme a checkpoint gets: as it is stored, or as the operator asked for."""
 
+import logging
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from headrace.engine.errors import EngineError
 from headrace.engine.loading.checkpoint import Checkpoint, TensorSource
 from headrace.engine.quant import stored as stored_formats
 from headrace.engine.quant.bitsandbytes import LoadedCodes
+from headrace.engine.quant.device_matrix import on_kernels
 from headrace.engine.quant.int8 import Int8
 from headrace.engine.quant.int8_dynamic import Int8Dynamic
 from headrace.engine.quant.integer import GROUPS, Integer
@@ -16,6 +20,8 @@ from headrace.engine.quant.llm_int8 import LLMInt8
 from headrace.engine.quant.method import AnyMethod, LinearSpec
 from headrace.engine.quant.scheme import FloatSource, Scheme
 from headrace.engine.quant.unquantized import Unquantized
+
+logger = logging.getLogger(__name__)
 
 FLOAT = "float"
 """Asks for weights in the model's float type, whatever the checkpoint stores."""
@@ -28,15 +34,27 @@ _GROUPED = re.compile(r"int([34])(?:-g(\d+))?(-sym|-asym)?")
 
 
 def choose_scheme(
-    checkpoint: Checkpoint, asked: str | None, layers: Sequence[LinearSpec], head: LinearSpec
+    checkpoint: Checkpoint,
+    asked: str | None,
+    layers: Sequence[LinearSpec],
+    head: LinearSpec,
+    device: torch.device | None = None,
 ) -> Scheme:
-    """The scheme for a checkpoint whose linear layers are `layers` and `head`.
+    """The scheme for a checkpoint whose linear layers are `layers` and `head`, to run on `device`
+    (None: a CPU). GGUF's blocks are floats where the Triton kernels multiply, unless asked for.
 
     CheckpointError: what is stored cannot be read; EngineError: `asked` is unknown or is not what
     the checkpoint holds.
     """
     stored = stored_formats.stored_scheme(checkpoint, layers, head)
     if asked is None:
+        if stored.name == "gguf" and device is not None and on_kernels(device):
+            logger.warning(
+                "%s: GGUF blocks have no kernel on this device; they run as floats, 16 bits each"
+                " (quantization int8 or int4-g32 keeps them small)",
+                checkpoint.name,
+            )
+            return Scheme("none", checkpoint.tensors)
         if stored.name == "gguf" and float_bytes(checkpoint) <= PACKED_ABOVE:
             return Scheme("none", checkpoint.tensors)
         return stored

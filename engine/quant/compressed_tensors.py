@@ -24,6 +24,7 @@ from headrace.engine.quant.grouped import (
     dequantize_grouped,
     fused,
     grouped_matrix,
+    process_grouped,
 )
 from headrace.engine.quant.int8 import Int8, Int8Weights, int8_matrix
 from headrace.engine.quant.int8_dynamic import (
@@ -141,7 +142,7 @@ class PackedIntegers:
         return GroupedWeights(fused(pieces), stacked_bias(spec, source, torch.float32, device))
 
     def process(self, weights: GroupedWeights) -> GroupedWeights:
-        return weights
+        return process_grouped(weights)
 
     def apply(self, weights: GroupedWeights, x: Tensor) -> Tensor:
         return apply_grouped(weights, x)

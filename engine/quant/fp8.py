@@ -5,13 +5,14 @@ where a checkpoint was made for that: the result is closer to the float model's.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from headrace.engine.loading.checkpoint import TensorSource
+from headrace.engine.quant.device_matrix import DeviceMatrix, floats_on_device, on_kernels
 from headrace.engine.quant.method import LinearSpec, bias_shapes, stacked_bias
 from headrace.engine.quant.packed import multiply, whole
 
@@ -49,10 +50,15 @@ class Fp8Matrix:
         groups = torch.arange(self.in_features, device=values.device) // self.group
         return values.mul_(self.scales[first:last].float()[:, groups])
 
+    def placed(self) -> "Fp8Matrix | DeviceMatrix":
+        if not on_kernels(self.values.device):
+            return self
+        return floats_on_device(self.values[:, : self.in_features], self.scales, self.group)
+
 
 @dataclass(frozen=True, slots=True)
 class Fp8Weights:
-    matrix: Fp8Matrix
+    matrix: Fp8Matrix | DeviceMatrix
     bias: Tensor | None
 
 
@@ -93,7 +99,7 @@ class Fp8:
         return Fp8Weights(matrix, stacked_bias(spec, source, torch.float32, device))
 
     def process(self, weights: Fp8Weights) -> Fp8Weights:
-        return weights
+        return replace(weights, matrix=weights.matrix.placed())
 
     def apply(self, weights: Fp8Weights, x: Tensor) -> Tensor:
         return multiply(weights.matrix, weights.bias, x)

@@ -10,7 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headrace.engine.errors import EngineError
 from headrace.engine.loading.checkpoint import TensorSource
+from headrace.engine.quant.device_matrix import DeviceMatrix, on_kernels
 from headrace.engine.quant.method import LinearSpec, stacked_bias
 from headrace.engine.quant.packed import multiply, unpacked, whole
 from headrace.engine.quant.unquantized import Unquantized
@@ -62,10 +64,18 @@ class BlockMatrix:
         kind = GGMLQuantizationType[self.kind]
         return torch.from_numpy(quants.dequantize(self.data[first:last].numpy(), kind))
 
+    def placed(self) -> "BlockMatrix | DeviceMatrix":
+        if not on_kernels(self.data.device):
+            return self
+        raise EngineError(
+            f"GGUF blocks ({self.kind}) are not multiplied on this device; choose quantization"
+            " 'float', 'int8' or 'int4-g32'"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights:
-    matrix: BlockMatrix
+    matrix: BlockMatrix | DeviceMatrix
     bias: Tensor | None
 
 
@@ -89,7 +99,7 @@ class Blocks:
         )
 
     def process(self, weights: BlockWeights) -> BlockWeights:
-        return weights
+        return replace(weights, matrix=weights.matrix.placed())
 
     def apply(self, weights: BlockWeights, x: Tensor) -> Tensor:
         return multiply(weights.matrix, weights.bias, x)

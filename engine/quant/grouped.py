@@ -5,11 +5,12 @@ Knows no file format.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from headrace.engine.quant.device_matrix import DeviceMatrix, integers_on_device, on_kernels
 from headrace.engine.quant.packed import multiply, whole
 from headrace.engine.quant.packing import CHUNK, pack_rows, unpack_rows
 
@@ -55,6 +56,12 @@ class GroupedMatrix:
             values -= self.zeros[first:last].float()[:, groups]
         return values.mul_(self.scales[first:last].float()[:, groups])
 
+    def placed(self) -> "GroupedMatrix | DeviceMatrix":
+        if not on_kernels(self.packed.device):
+            return self
+        values = unpack_rows(self.packed, self.in_features, self.bits)
+        return integers_on_device(values, self.scales, self.zeros, self.bits, self.group)
+
 
 def grouped_matrix(
     values: Tensor, scales: Tensor, zeros: Tensor | None, bits: int, group: int
@@ -86,7 +93,7 @@ class Piece:
     """Rows of a layer that share one order of columns. `order` int64 [in]: column i of the matrix
     is column order[i] of the layer (GPTQ sorts columns by their group); None: as they are."""
 
-    matrix: GroupedMatrix
+    matrix: GroupedMatrix | DeviceMatrix
     order: Tensor | None
 
 
@@ -100,12 +107,18 @@ def fused(pieces: Sequence[Piece]) -> Sequence[Piece]:
     """Neighbours with equal bits, groups and order become one piece."""
     result: list[Piece] = []
     for piece in pieces:
-        if result and _alike(result[-1], piece):
-            joined = _concatenated(result[-1].matrix, piece.matrix)
-            result[-1] = Piece(joined, piece.order)
+        joined = _joined(result[-1], piece) if result else None
+        if joined is not None:
+            result[-1] = joined
         else:
             result.append(piece)
     return result
+
+
+def process_grouped(weights: GroupedWeights) -> GroupedWeights:
+    """As the device multiplies them."""
+    pieces = [replace(piece, matrix=piece.matrix.placed()) for piece in weights.pieces]
+    return replace(weights, pieces=pieces)
 
 
 def apply_grouped(weights: GroupedWeights, x: Tensor) -> Tensor:
@@ -133,14 +146,20 @@ def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
     return x if order is None else x.index_select(1, order)
 
 
-def _alike(a: Piece, b: Piece) -> bool:
-    if (a.matrix.bits, a.matrix.group) != (b.matrix.bits, b.matrix.group):
-        return False
-    if a.matrix.scales.dtype != b.matrix.scales.dtype:
-        return False
-    if a.order is None or b.order is None:
-        return a.order is b.order
-    return torch.equal(a.order, b.order)
+def _joined(a: Piece, b: Piece) -> Piece | None:
+    """Both as one piece; None where they are not alike."""
+    above, below = a.matrix, b.matrix
+    if not isinstance(above, GroupedMatrix) or not isinstance(below, GroupedMatrix):
+        return None
+    if (above.bits, above.group) != (below.bits, below.group):
+        return None
+    if above.scales.dtype != below.scales.dtype:
+        return None
+    if (a.order is None) != (b.order is None):
+        return None
+    if a.order is not None and b.order is not None and not torch.equal(a.order, b.order):
+        return None
+    return Piece(_concatenated(above, below), a.order)
 
 
 def _concatenated(a: GroupedMatrix, b: GroupedMatrix) -> GroupedMatrix:

@@ -1,13 +1,14 @@
 """INT8 weights with one scale a row, multiplied in the activations' float type."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from headrace.engine.loading.checkpoint import TensorSource
+from headrace.engine.quant.device_matrix import DeviceMatrix, integers_on_device, on_kernels
 from headrace.engine.quant.method import LinearSpec, stacked_bias
 from headrace.engine.quant.packed import multiply, whole
 from headrace.engine.quant.unquantized import Unquantized
@@ -38,6 +39,12 @@ class Int8Matrix:
         values = self.values[first:last, : self.in_features]
         return values.float() * self.scales[first:last, None]
 
+    def placed(self) -> "Int8Matrix | DeviceMatrix":
+        if not on_kernels(self.values.device):
+            return self
+        unsigned = self.values[:, : self.in_features].contiguous().view(torch.uint8) ^ 0x80
+        return integers_on_device(unsigned, self.scales[:, None], None, 8, self.in_features)
+
 
 def int8_matrix(values: Tensor, scales: Tensor) -> Int8Matrix:
     """int8 [out, in] and float32 [out], padded as kernels want them."""
@@ -49,7 +56,7 @@ def int8_matrix(values: Tensor, scales: Tensor) -> Int8Matrix:
 
 @dataclass(frozen=True, slots=True)
 class Int8Weights:
-    matrix: Int8Matrix
+    matrix: Int8Matrix | DeviceMatrix
     bias: Tensor | None
 
 
@@ -70,7 +77,7 @@ class Int8:
         )
 
     def process(self, weights: Int8Weights) -> Int8Weights:
-        return weights
+        return replace(weights, matrix=weights.matrix.placed())
 
     def apply(self, weights: Int8Weights, x: Tensor) -> Tensor:
         return multiply(weights.matrix, weights.bias, x)

@@ -9,7 +9,7 @@ quantized alone, so a row's result knows no batch.
 import functools
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headrace.engine.loading.checkpoint import TensorSource
+from headrace.engine.quant.device_matrix import on_kernels
 from headrace.engine.quant.int8 import quantize_channels
 from headrace.engine.quant.int8_panels import (
     Int8Panels,
@@ -32,13 +33,14 @@ logger = logging.getLogger(__name__)
 
 _PACKED_ROWS = 64  # the row count that oneDNN's layout is chosen for; any count runs
 _ZERO_POINT = 128
+_ROW_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Int8DynamicWeights:
-    """`weight` int8 [out, in], or in oneDNN's layout when `packed`; `scales` float32 [out];
-    `zeros` what oneDNN wants beside them: int64 [out], all 0. Where there are `panels`,
-    they hold it all but the bias."""
+    """`weight` int8 [out, in], or in oneDNN's layout when `packed`, or its rows padded to 16 bytes
+    for the Triton kernel when `on_kernels`; `scales` float32 [out]; `zeros` what oneDNN wants
+    beside them: int64 [out], all 0. Where there are `panels`, they hold it all but the bias."""
 
     weight: Tensor
     scales: Tensor
@@ -46,6 +48,7 @@ class Int8DynamicWeights:
     bias: Tensor | None
     packed: bool = False
     panels: Int8Panels | None = None
+    on_kernels: bool = False
 
 
 class Int8Dynamic:
@@ -70,7 +73,13 @@ class Int8Dynamic:
 
     def process(self, weights: Int8DynamicWeights) -> Int8DynamicWeights:
         weight = weights.weight
-        if weight.device.type == "cpu" and weight.shape[1] % 4 == 0 and multiplies_int8_panels():
+        if on_kernels(weight.device):
+            columns = weight.shape[1]
+            padded = functional.pad(weight, (0, -columns % _ROW_BYTES)).contiguous()
+            return replace(weights, weight=padded[:, :columns], on_kernels=True)
+        if weight.device.type != "cpu":
+            return weights
+        if weight.shape[1] % 4 == 0 and multiplies_int8_panels():
             panels = in_int8_panels(weight, weights.scales, _ZERO_POINT)
             nothing = weight.new_empty(0)
             return Int8DynamicWeights(nothing, nothing, nothing, weights.bias, panels=panels)
@@ -82,6 +91,12 @@ class Int8Dynamic:
         return Int8DynamicWeights(packed, weights.scales, weights.zeros, weights.bias, packed=True)
 
     def apply(self, weights: Int8DynamicWeights, x: Tensor) -> Tensor:
+        if weights.on_kernels:
+            from headrace.kernels.int8_dynamic_matmul import int8_dynamic_matmul
+
+            return int8_dynamic_matmul(
+                x, weights.weight, weights.scales, weights.bias, levels=self._levels
+            )
         quantized, scales = quantize_tokens(x, self._levels)
         if weights.panels is not None:
             return multiply_int8_panels(weights.panels, weights.bias, quantized, scales).to(x.dtype)

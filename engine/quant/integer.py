@@ -15,6 +15,7 @@ from headrace.engine.quant.grouped import (
     dequantize_grouped,
     fused,
     grouped_matrix,
+    process_grouped,
 )
 from headrace.engine.quant.method import LinearSpec, stacked_bias
 from headrace.engine.quant.unquantized import Unquantized
@@ -44,7 +45,7 @@ class Integer:
         return GroupedWeights(fused(pieces), stacked_bias(spec, source, torch.float32, device))
 
     def process(self, weights: GroupedWeights) -> GroupedWeights:
-        return weights
+        return process_grouped(weights)
 
     def apply(self, weights: GroupedWeights, x: Tensor) -> Tensor:
         return apply_grouped(weights, x)

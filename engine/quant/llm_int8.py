@@ -22,6 +22,9 @@ from headrace.engine.quant.int8_dynamic import (
 )
 from headrace.engine.quant.method import LinearSpec, bias_shapes, stacked_bias
 
+_FEW = 64
+"""Tokens in a step up to which the weights' bytes take longer than their products."""
+
 
 class LLMInt8(Int8Dynamic):
     """`threshold`: the magnitude from which a value sticks out; `stored`: weights are read as
@@ -54,6 +57,8 @@ class LLMInt8(Int8Dynamic):
         )
 
     def apply(self, weights: Int8DynamicWeights, x: Tensor) -> Tensor:
+        if weights.on_kernels:
+            return self._apply_on_kernels(weights, x)
         outliers = x.abs() >= self._threshold
         rows = outliers.any(1).nonzero().flatten()
         if not len(rows):
@@ -68,3 +73,33 @@ class LLMInt8(Int8Dynamic):
         if weights.bias is not None:
             result += weights.bias
         return result.to(x.dtype)
+
+    def _apply_on_kernels(self, weights: Int8DynamicWeights, x: Tensor) -> Tensor:
+        """Every token brings its two rows of digits along, so nothing waits for the device to say
+        which stick out. A batch that reads weights more than it computes pays nothing for it; for
+        others the rows that need it are asked for, which waits."""
+        outliers = x.abs() >= self._threshold
+        rows = outliers.any(1).nonzero().flatten() if len(x) > _FEW else None
+        apart = torch.where(outliers, x, 0).float()
+        if rows is not None:
+            apart = apart[rows]
+        digits, scales = _kernel_quantize(apart)
+        rest = apart - digits.float() * scales[:, None]
+        y = super().apply(
+            replace(weights, bias=None),
+            torch.cat((torch.where(outliers, 0, x).float(), apart, rest)),
+        )
+        result, beside = y[: len(x)], y[len(x) : len(x) + len(apart)] + y[len(x) + len(apart) :]
+        if rows is None:
+            result += beside
+        else:
+            result[rows] += beside
+        if weights.bias is not None:
+            result += weights.bias
+        return result.to(x.dtype)
+
+
+def _kernel_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    from headrace.kernels.int8_dynamic_matmul import quantize_tokens as quantize
+
+    return quantize(x)

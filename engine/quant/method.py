@@ -5,7 +5,7 @@ the device multiplies fastest (`process`, once), and multiplies (`apply`). One s
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -73,6 +73,20 @@ def bias_shapes(spec: LinearSpec) -> dict[str, tuple[int, ...]]:
     return {
         f"{part}.bias": (rows,) for part, rows in zip(spec.parts, spec.out_features, strict=True)
     }
+
+
+def to_device(weights: Any, device: torch.device) -> Any:
+    """A method's weights with all of their tensors on `device`."""
+    if isinstance(weights, Tensor):
+        return weights.to(device)
+    if isinstance(weights, list | tuple):
+        return type(weights)(to_device(part, device) for part in weights)
+    if is_dataclass(weights) and not isinstance(weights, type):
+        changed = {
+            item.name: to_device(getattr(weights, item.name), device) for item in fields(weights)
+        }
+        return replace(weights, **changed)
+    return weights
 
 
 def tensors_in(weights: Any) -> Iterator[Tensor]:

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headrace.engine.quant.device_matrix import DeviceMatrix
 from headrace.engine.quant.native import Kernel, kernel
 
 logger = logging.getLogger(__name__)
@@ -47,10 +48,17 @@ class PackedMatrix(Protocol):
         """Rows [first, last) as float32 [last - first, in_features], in plain torch."""
         ...
 
+    def placed(self) -> "PackedMatrix | DeviceMatrix":
+        """In the Triton kernels' layout where they multiply it, else as it is; EngineError: on this
+        device nothing does."""
+        ...
 
-def multiply(matrix: PackedMatrix, bias: Tensor | None, x: Tensor) -> Tensor:
+
+def multiply(matrix: PackedMatrix | DeviceMatrix, bias: Tensor | None, x: Tensor) -> Tensor:
     """x [rows, in_features] times the transposed matrix plus bias (float32), in x's dtype;
     computed in float32."""
+    if isinstance(matrix, DeviceMatrix):
+        return matrix.multiply(bias, x)
     wide = x.float().contiguous()
     if _compiled(matrix, "fill") is not None and len(wide) <= _FEW:
         return _multiply_few(matrix, bias, wide).to(x.dtype)
@@ -87,8 +95,10 @@ def expanded(matrix: PackedMatrix) -> Tensor:
     return out
 
 
-def whole(matrix: PackedMatrix) -> Tensor:
+def whole(matrix: PackedMatrix | DeviceMatrix) -> Tensor:
     """All of it as float32 in plain torch."""
+    if isinstance(matrix, DeviceMatrix):
+        raise TypeError("dequantize takes what create_weights returned, not what process did")
     return matrix.unpack(0, matrix.out_features)
 
 
