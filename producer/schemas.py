@@ -14,7 +14,15 @@ FailureCode = str
 
 
 class Wire(BaseModel):
+    """What is asked: a field that is not known is refused, never ignored."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Reply(BaseModel):
+    """What is answered: workers newer than the producer may say more than it knows."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class Message(Wire):
@@ -71,7 +79,7 @@ class Request(Sampling):
         return self
 
 
-class Failure(Wire):
+class Failure(Reply):
     """Why a request has no answer. `retryable`: the same request may succeed when sent again."""
 
     code: FailureCode
@@ -80,7 +88,7 @@ class Failure(Wire):
     retryable: bool = False
 
 
-class TokenLogprob(Wire):
+class TokenLogprob(Reply):
     """Natural-log probability of one token; `token` is its text, `bytes` its UTF-8 bytes."""
 
     token: str
@@ -89,7 +97,7 @@ class TokenLogprob(Wire):
     top: list["TokenLogprob"] | None = None
 
 
-class Choice(Wire):
+class Choice(Reply):
     index: int
     text: str
     token_ids: list[int] | None = None
@@ -98,7 +106,7 @@ class Choice(Wire):
     logprobs: list[TokenLogprob] | None = None
 
 
-class Usage(Wire):
+class Usage(Reply):
     """`cached_tokens`: prompt tokens taken from the prefix cache. `resumed_from_tokens`: output
     tokens that an earlier worker had generated before this one went on."""
 
@@ -112,7 +120,7 @@ class Usage(Wire):
         return self.prompt_tokens + self.completion_tokens
 
 
-class Timing(Wire):
+class Timing(Reply):
     """Seconds of wall time on the worker; `queued` is from enqueue to claim."""
 
     queued: float = 0.0
@@ -120,7 +128,7 @@ class Timing(Wire):
     total: float = 0.0
 
 
-class Result(Wire):
+class Result(Reply):
     """The one visible end of a job: `choices`, or a `failure`.
 
     `system_fingerprint`: digest of the weights, code, types, versions and machine that gave the

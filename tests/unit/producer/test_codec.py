@@ -86,6 +86,14 @@ def test_a_result_survives_its_stream_entry() -> None:
     assert codec.read_stream("j", entry) == result
 
 
+def test_a_result_of_a_newer_worker_is_read_without_what_is_new_in_it() -> None:
+    result = Result(job_id="j", choices=[Choice(index=0, text="yes", finish_reason="stop")])
+    fields = json.loads(codec.encode_result(result))
+    fields["choices"][0]["reasoning"] = "because"
+    newer = json.dumps({**fields, "energy_joules": 3}).encode()
+    assert codec.decode_result("j", newer) == result
+
+
 def test_a_failure_that_rq_recorded_itself_is_a_failure_with_its_last_line() -> None:
     entry = {b"type": b"2", b"exc_string": codec.stream_error("Traceback\nValueError: no")}
     failure = codec.read_stream("j", entry).failure
