@@ -36,7 +36,7 @@ from headrace.worker.bench.subject import Subject, fast_dtype, load_subject
 from headrace.worker.options import BytesType
 
 
-@click.command("bench")
+@click.command("bench", context_settings={"auto_envvar_prefix": "HEADRACE_BENCH"})
 @click.option("--model", default="smollm2-135m-instruct", show_default=True)
 @click.option(
     "--prompts",

@@ -187,10 +187,10 @@ def test_every_option_of_every_command_has_its_variable() -> None:
 
     context = click.Context(main)
     for name in main.list_commands(context):
-        if name in ("bench", "autoscale", "plan"):
-            continue
         command = main.get_command(context, name)
         assert command is not None
+        if command.context_settings.get("auto_envvar_prefix") == f"HEADRACE_{name.upper()}":
+            continue
         commands = command.commands.values() if isinstance(command, click.Group) else [command]
         for one in commands:
             for option in one.params:
