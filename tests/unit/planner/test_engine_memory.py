@@ -24,7 +24,9 @@ KV = 24 << 20
 
 
 def tensor_bytes() -> int:
-    """Bytes behind all live tensors, each storage once; packed weights have no storage to ask."""
+    """Bytes behind all live tensors, each storage once and as far as it is used: the pieces that
+    weights are laid into take no memory behind the last one. Packed weights have no storage to
+    ask."""
     sizes: dict[int, int] = {}
     for item in gc.get_objects():
         if type(item) is torch.Tensor:
@@ -32,7 +34,9 @@ def tensor_bytes() -> int:
                 sizes[id(item)] = item.numel() * item.element_size()
             else:
                 storage = item.untyped_storage()
-                sizes[storage.data_ptr()] = storage.nbytes()
+                end = (item.storage_offset() + item.numel()) * item.element_size()
+                used = min(end, storage.nbytes()) if item.is_contiguous() else storage.nbytes()
+                sizes[storage.data_ptr()] = max(sizes.get(storage.data_ptr(), 0), used)
     return sum(sizes.values())
 
 

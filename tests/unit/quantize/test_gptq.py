@@ -117,10 +117,13 @@ def test_costs_less_than_rounding_to_nearest(
 
 
 def test_rows_that_gptq_makes_worse_are_rounded_to_nearest() -> None:
-    """Weights that lie on the grid already cost nothing when they are rounded to nearest."""
+    """Weights that lie on the grid already cost nothing when they are rounded to nearest. (A
+    symmetric grid does not reproduce itself: its top code is less than half its width away.)"""
     weight, hessian = (tensor.float() for tensor in problem(3))
-    spec = GridSpec(4, True)
+    spec = GridSpec(4, False)
     on_grid = round_groups(weight, 32, spec).dequantize()
+    nearest = round_groups(on_grid, 32, spec)
+    assert torch.equal(nearest.dequantize(), on_grid)
     found, _ = gptq(on_grid, hessian, GPTQSettings(32), spec)
     assert float(row_losses(on_grid, found.dequantize(), hessian).max()) == 0
 
