@@ -47,7 +47,7 @@ class Pod:
 
     def _is_ready(self) -> bool:
         try:
-            return self.worker.get("/readyz")[0] == 200
+            return self.worker.get("/readyz", timeout=0.25)[0] == 200
         except (AssertionError, OSError):
             return False
 

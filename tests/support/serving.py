@@ -180,8 +180,8 @@ class WorkerProcess:
                 return found.group()
         raise AssertionError(f"no address in {self.log}")
 
-    def get(self, path: str) -> tuple[int, str]:
-        return get(self.address + path)
+    def get(self, path: str, timeout: float = 10.0) -> tuple[int, str]:
+        return get(self.address + path, timeout)
 
     def value(self, name: str, labels: str = "") -> float:
         return sample(self.get("/metrics")[1], name, labels)
@@ -201,10 +201,10 @@ class WorkerProcess:
             self.kill()
 
 
-def get(url: str) -> tuple[int, str]:
+def get(url: str, timeout: float = 10.0) -> tuple[int, str]:
     """Status and body of a URL."""
     try:
-        with urllib.request.urlopen(url, timeout=10) as reply:
+        with urllib.request.urlopen(url, timeout=timeout) as reply:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()

@@ -5,8 +5,10 @@ so that a change of the machine's speed meets all of them. A system that cannot 
 with its reason, never dropped.
 """
 
+import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import click
+import psutil
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,7 @@ class Child:
         if ready is not None:
             row.version = str(ready["version"])
             row.load_s = float(ready["load_seconds"])
+        self._halt()
 
     def warm(self) -> None:
         """Run a few requests, not counted."""
@@ -142,16 +146,36 @@ class Child:
             return None
         if self._process is None or self._process.stdin is None:
             raise RuntimeError("the child was started without a pipe")
+        self._go_on()
         try:
             self._process.stdin.write(word + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             click.echo(f"  {self.row.system} has ended", err=True)
-        return self._read()
+        done = self._read()
+        self._halt()
+        return done
+
+    def _halt(self) -> None:
+        """It stands still while the others run: an engine that spins when idle takes their core."""
+        self._signal(signal.SIGSTOP)
+
+    def _go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the process and all that it has started."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        process = psutil.Process(self._process.pid)
+        for one in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(number)
 
     def close(self) -> None:
         if self._process is None:
             return
+        self._go_on()
         if self._process.stdin is not None:
             self._process.stdin.close()
         try:
@@ -183,7 +207,8 @@ def compare(
     threads: int,
     repeats: int,
 ) -> list[Row]:
-    """Load every system, warm it up with a few requests, then run each `repeats` times in turn."""
+    """Load every system, warm it up with a few requests, then run each `repeats` times in turn.
+    Only the one whose turn it is runs; the others stand still (SIGSTOP)."""
     prompt_tokens = sum(
         len(json.loads(line)["prompt_token_ids"]) for line in workload_path.read_text().splitlines()
     )

@@ -4,6 +4,7 @@ HEADRACE_PLOTS names a folder in which the loop is drawn beside its simulation.
 """
 
 import os
+import signal
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -276,8 +277,16 @@ def test_required_replicas_do_not_cascade_while_workers_load(
     exporter = ExporterProcess(redis_url, tmp_path / "exporter.log", "exporter", *told)
     values = {**VALUES, "autoscaling": {"metric": "replicas"}}
     loop = loop_on(exporter, deployment, values, 'headrace_queue_replicas_required{queue="tiny"}')
+
+    def watch(loop: ClosedLoop) -> bool:
+        """Once known to load, both stand still for the looks to come, as on a slow disk."""
+        looks = sum(s.counts["loading"] == 2 for s in loop.seen)
+        for pod in loop.deployment.counted():
+            pod.worker.signal(signal.SIGSTOP if 0 < looks < 6 else signal.SIGCONT)
+        return any(s.ready for s in loop.seen)
+
     try:
-        loop.run(lambda loop: any(s.ready for s in loop.seen))
+        loop.run(watch)
     finally:
         exporter.stop()
     announced = [s for s in loop.seen if s.replicas == 2 and not s.ready]

@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 import tiny_gguf
 import torch
@@ -18,19 +19,30 @@ from headrace.worker.bench.peers.weights import as_bf16_gguf
 from headrace.worker.bench.subject import Subject
 
 ECHO = """
+import subprocess
 import sys
+import time
 from headrace.worker.bench.peers.protocol import Run, serve
+
+TICK = "import time\\nwhile True: print(time.monotonic(), flush=True); time.sleep(0.01)"
+
+def tick(path):
+    '''A process under this one that is never idle, as the threads of some engines are.'''
+    subprocess.Popen([sys.executable, "-c", TICK], stdout=open(path, "w"))
 
 def load(options):
     print("what a library prints is not the protocol's")
     if options.extra.get("broken"):
         raise SystemExit("no such device")
     change = int(options.extra.get("change", "0"))
+    if "ticks" in options.extra:
+        tick(options.extra["ticks"])
     def run(requests):
+        time.sleep(float(options.extra.get("sleep", "0")))
         outputs = [[r.id] * r.max_tokens for r in requests]
         for output in outputs[:change]:
             output[-1] += 1
-        return Run(0.5, outputs)
+        return Run(0.5, outputs, details={"ended": time.monotonic()})
     return "echo 1 " + options.model, run
 
 serve(load)
@@ -79,6 +91,30 @@ def test_what_cannot_run_is_listed_beside_what_can(echo: Path, tmp_path: Path) -
     assert (tmp_path / "peers.png").stat().st_size > 1000
     report.write(tmp_path / "peers.json", {"rows": rows})
     assert json.loads((tmp_path / "peers.json").read_text())["rows"][2]["median_s"] is None
+
+
+def test_a_system_stands_still_with_all_it_started_while_another_runs(
+    echo: Path, tmp_path: Path
+) -> None:
+    path, ticks = tmp_path / "work.jsonl", tmp_path / "ticks"
+    workloads.write([workloads.BenchRequest(0, [1, 2, 3], 1)], path)
+    argv = (sys.executable, str(echo))
+    systems = [
+        System("busy", "float32", argv, {"ticks": str(ticks), "sleep": "0.6"}),
+        System("measured", "float32", argv, {"sleep": "0.6"}),
+    ]
+    try:
+        busy, measured = compare(
+            systems, model="m", workload="work", workload_path=path, threads=1, repeats=1
+        )
+        ended = measured.details["ended"]
+        seen = [float(line) for line in ticks.read_text().splitlines()[:-1]]
+    finally:
+        for process in psutil.process_iter(["cmdline"]):
+            if "print(time.monotonic(), flush=True)" in " ".join(process.info["cmdline"] or ()):
+                process.kill()
+    assert any(busy.details["ended"] - 0.5 < at < busy.details["ended"] for at in seen)
+    assert [at for at in seen if ended - 0.5 < at < ended] == []
 
 
 def test_peers_that_are_not_installed_are_systems_with_a_reason(
