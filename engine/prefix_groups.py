@@ -3,13 +3,49 @@
 Attention can then read a group's common blocks once for all its rows. Knows block ids only.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from headrace.engine.batch import PrefixGroup
+from headrace.engine.batch import PrefixGroup, ScheduledRow
 
 Table = tuple[int, list[int]]
 """A sequence's id and the blocks, all computed, that lie wholly before what it computes now."""
+
+
+class PrefixGrouper:
+    """The groups of each step's rows, found anew only when the rows have changed or a prompt is
+    under way. Shared blocks lie wholly before every row's first token to compute.
+
+    `block_ids`: the table of a sequence.
+    """
+
+    def __init__(self, block_size: int, block_ids: Callable[[int], list[int]]) -> None:
+        self._block_size = block_size
+        self._block_ids = block_ids
+        self._rows: list[int] = []
+        self._groups: list[PrefixGroup] = []
+
+    def groups(self, rows: Seq[ScheduledRow]) -> list[PrefixGroup]:
+        if len(rows) < 2:
+            return []
+        ids = [row.seq_id for row in rows]
+        if ids == self._rows:
+            return self._groups
+        size = self._block_size
+        self._groups = prefix_groups(
+            [
+                (row.seq_id, self._block_ids(row.seq_id)[: row.num_computed_tokens // size])
+                for row in rows
+            ]
+        )
+        settled = all(row.num_scheduled_tokens == 1 for row in rows)
+        self._rows = ids if settled else []
+        return self._groups
+
+    def forget(self) -> None:
+        """Tables have changed behind the same rows."""
+        self._rows = []
 
 
 @dataclass(slots=True)

@@ -4,8 +4,6 @@ The device half's one door. Knows no queue, no text and no scheduling policy.
 """
 
 import logging
-import os
-import re
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -25,9 +23,15 @@ from headrace.engine.fingerprint import Fingerprint
 from headrace.engine.input_batch import InputBatch, StepInputs
 from headrace.engine.kv.cache import KVCache, allocate
 from headrace.engine.layers.backend import Backend
-from headrace.engine.layers.torch_backend import TorchBackend
+from headrace.engine.layers.choose import choose_backend
 from headrace.engine.loading.checkpoint import Checkpoint
 from headrace.engine.loading.source import open_checkpoint, resolve_model
+from headrace.engine.machine import (
+    available_threads,
+    choose_cuda_dtype,
+    choose_device,
+    choose_dtype,
+)
 from headrace.engine.models.config import ModelConfig
 from headrace.engine.models.decoder import Decoder, load_decoder
 from headrace.engine.quant.method import AnyMethod
@@ -35,8 +39,6 @@ from headrace.engine.sampler import Sampled, Sampler
 from headrace.engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,53 +289,10 @@ def build_runner(config: EngineConfig, checkpoint: Checkpoint) -> ModelRunner:
     return runner
 
 
-def choose_backend(
-    config: EngineConfig,
-    model: ModelConfig,
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Backend:
-    """On CUDA the Triton kernels. On a CPU the compiled kernels where they take the shapes and
-    numba is installed, else plain torch. HEADRACE_BACKEND=torch chooses that on both, and =triton
-    the Triton kernels on a CPU, in Triton's interpreter."""
-    chosen = os.environ.get("HEADRACE_BACKEND")
-    if chosen == "triton" or (device.type == "cuda" and chosen != "torch"):
-        return _triton_backend(config, model, max_model_len, dtype, device)
-    if chosen != "torch" and device.type == "cpu":
-        try:
-            from headrace.engine.layers.cpu_backend import CpuBackend
-        except ImportError:
-            logger.warning("numba is missing: attention runs in plain torch, which is slower")
-        else:
-            if CpuBackend.serves(model, config.block_size):
-                return CpuBackend(model, max_model_len, config.deterministic)
-    return TorchBackend(model, max_model_len, dtype, device)
-
-
 def _batch_invariant() -> AnyMethod:
     from headrace.engine.quant.batch_invariant import BatchInvariant
 
     return BatchInvariant()
-
-
-def _triton_backend(
-    config: EngineConfig,
-    model: ModelConfig,
-    max_model_len: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Backend:
-    try:
-        from headrace.engine.layers.triton_backend import TritonBackend, interpreted
-    except ImportError as error:
-        raise EngineError("the Triton kernels need the package triton, which is missing") from error
-    if device.type == "cpu" and not interpreted():
-        raise EngineError("on a CPU the Triton kernels need TRITON_INTERPRET=1 (slow: for tests)")
-    refusal = TritonBackend.refusal(model, config.block_size)
-    if refusal is not None:
-        raise EngineError(f"the Triton kernels do not take this model: {refusal}")
-    return TritonBackend(model, max_model_len, dtype, device, config.deterministic)
 
 
 def default_model_name(model: str) -> str:
@@ -342,90 +301,8 @@ def default_model_name(model: str) -> str:
     return (name[:-5] if name.lower().endswith(".gguf") else name).lower()
 
 
-def choose_dtype(chosen: str, stored: str) -> torch.dtype:
-    """`chosen`, or for "auto" on a CPU: bfloat16 where the CPU multiplies it and the checkpoint is
-    16 bits wide, else float32."""
-    if chosen != "auto":
-        if chosen not in _DTYPES:
-            raise EngineError(f"dtype {chosen!r} is not one of auto, {', '.join(_DTYPES)}")
-        return _DTYPES[chosen]
-    if stored != "float32" and cpu_multiplies_bfloat16():
-        return torch.bfloat16
-    return torch.float32
-
-
-def choose_cuda_dtype(chosen: str, stored: str, capability: tuple[int, int]) -> torch.dtype:
-    """`chosen`, or for "auto" the checkpoint's 16-bit type, bfloat16 for one stored in float32;
-    below compute capability 8.0, which has no bfloat16, float16. EngineError: it cannot be run."""
-    if capability < (7, 5):
-        raise EngineError(
-            f"compute capability {capability[0]}.{capability[1]} is not supported (7.5 and above)"
-        )
-    narrow = capability < (8, 0)
-    if chosen == "auto":
-        return torch.float16 if narrow or stored == "float16" else torch.bfloat16
-    dtype = choose_dtype(chosen, stored)
-    if narrow and dtype == torch.bfloat16:
-        raise EngineError(
-            "dtype bfloat16 needs compute capability 8.0; this device has"
-            f" {capability[0]}.{capability[1]}: use auto, float16 or float32"
-        )
-    return dtype
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    """Whether the CPU has bfloat16 dot products (elsewhere they are emulated, at a quarter of the
-    speed of float32)."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    flags = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
-    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags.split()))
-
-
-def available_threads() -> int:
-    """CPUs that this process may use: its affinity, or less under a cgroup's quota."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    count = len(affinity(0)) if affinity else os.cpu_count() or 1
-    quota = _cpu_quota()
-    return max(1, count if quota is None else min(count, round(quota)))
-
-
-def _cpu_quota() -> float | None:
-    """CPUs' worth of time under cgroup v2 or v1, None without a limit."""
-    try:
-        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return None if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        pass
-    try:
-        folder = Path("/sys/fs/cgroup/cpu")
-        limit = (folder / "cpu.cfs_quota_us").read_text()
-        period = (folder / "cpu.cfs_period_us").read_text()
-    except OSError:
-        return None
-    return int(limit) / int(period) if int(limit) > 0 else None
-
-
 def _longest(model: ModelConfig) -> int:
     """Positions that the rope table may be asked for."""
     if model.rope.rope_type == "dynamic":
         return int(model.max_position_embeddings * model.rope.factor)
     return model.max_position_embeddings
-
-
-def choose_device(name: str) -> torch.device:
-    """auto (a CUDA device if there is one), cpu, cuda or cuda:N. Raises EngineError."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise EngineError(f"device {name!r} is not supported (auto, cpu, cuda, cuda:N)")
-    device = torch.device(name)
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            found = f"{count} CUDA devices" if torch.version.cuda else "this torch has no CUDA"
-            raise EngineError(f"device {name!r} is not there ({found})")
-        device = torch.device("cuda", device.index or 0)
-    return device

@@ -17,17 +17,19 @@ One step may be in flight: `schedule` may be called again before `update`. Token
 here knows text, stop conditions or torch.
 """
 
-from collections import Counter
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from headrace.engine.batch import NewRow, PrefixGroup, SampledTokens, ScheduledBatch, ScheduledRow
+from headrace.engine.batch import NewRow, SampledTokens, ScheduledBatch, ScheduledRow
+from headrace.engine.block_forecast import BlockForecast
 from headrace.engine.errors import EngineError, Failure
 from headrace.engine.kv.block_manager import BlockManager, tokens_between
 from headrace.engine.kv.prefix_cache import PrefixMatch
 from headrace.engine.length_predictor import LengthPredictor
-from headrace.engine.prefix_groups import prefix_groups
+from headrace.engine.prefix_groups import PrefixGrouper
+from headrace.engine.prefixes_in_flight import PrefixesInFlight
 from headrace.engine.sequence import Sequence, SequenceStatus
+from headrace.engine.step_plan import Entry, StepPlan
 from headrace.engine.waiting import Waiter, WaitingQueue
 
 
@@ -69,40 +71,6 @@ class Updated:
     num_output_tokens: int
 
 
-class _Entry:
-    """What the scheduler knows of one unfinished sequence beside the sequence itself."""
-
-    __slots__ = (
-        "announced_from",
-        "announced_to",
-        "forbidden",
-        "in_flight",
-        "in_runner",
-        "keys",
-        "last_step",
-        "num_pending",
-        "num_sent_blocks",
-        "predicted_blocks",
-        "seq",
-    )
-
-    def __init__(self, seq: Sequence, forbidden: tuple[int, ...]) -> None:
-        self.seq = seq
-        self.forbidden = forbidden
-        self.keys: list[bytes] = []
-        self.in_flight = 0
-        """Steps that are launched and not yet updated in which it has a row."""
-        self.last_step = 0
-        self.num_pending = 0
-        """Tokens that steps in flight sample; their ids are not known here yet."""
-        self.in_runner = False
-        self.num_sent_blocks = 0
-        self.announced_from = 0
-        self.announced_to = 0
-        """Its keys between the two stand in the table of prefixes in flight."""
-        self.predicted_blocks = 0
-
-
 class Scheduler:
     """Waiting and running sequences over one BlockManager.
 
@@ -120,19 +88,18 @@ class Scheduler:
         self.token_limit = limits.max_num_batched_tokens
         self.predictor = LengthPredictor()
         self.counts = ScheduleCounts()
-        self._group_prefixes = group_prefixes
-        self._entries: dict[int, _Entry] = {}
-        self._running: dict[int, _Entry] = {}
+        self._forecast = BlockForecast(blocks, self.predictor)
+        self._prefixes = PrefixesInFlight()
+        self._grouper = (
+            PrefixGrouper(blocks.block_size, blocks.block_ids) if group_prefixes else None
+        )
+        self._entries: dict[int, Entry] = {}
+        self._running: dict[int, Entry] = {}
         self._waiting = WaitingQueue(blocks.block_size)
         self._removed: list[int] = []
-        self._announced: Counter[bytes] = Counter()
-        self._predicted_blocks = 0
-        self._held_blocks = 0
         self._step = 0
         self._in_flight: set[int] = set()
         self._turn = 0
-        self._grouped_rows: list[int] = []
-        self._groups: list[PrefixGroup] = []
 
     @property
     def num_running(self) -> int:
@@ -155,7 +122,7 @@ class Scheduler:
         `forbidden`: ids that must not be sampled before `params.min_tokens` outputs. The caller has
         checked that prompt and output fit the pool when the sequence has it alone.
         """
-        entry = _Entry(seq, forbidden)
+        entry = Entry(seq, forbidden)
         seq.status = SequenceStatus.WAITING
         seq.num_computed_tokens = 0
         entry.keys = self.blocks.keys_of(seq)
@@ -170,7 +137,7 @@ class Scheduler:
 
         `only`: of the running sequences just these; `admit`: newcomers too.
         """
-        plan = _Plan(self._step + 1, self.token_limit)
+        plan = StepPlan(self._step + 1, self.token_limit)
         prefills = self._schedule_decodes(plan, only)
         for entry in prefills:
             if plan.budget == 0:
@@ -185,9 +152,8 @@ class Scheduler:
         self._step = plan.step
         self._in_flight.add(plan.step)
         removed, self._removed = self._removed, []
-        return ScheduledBatch(
-            plan.step, plan.added, removed, plan.rows, self._prefix_groups(plan.rows)
-        )
+        groups = self._grouper.groups(plan.rows) if self._grouper is not None else []
+        return ScheduledBatch(plan.step, plan.added, removed, plan.rows, groups)
 
     def update(self, batch: ScheduledBatch, sampled: SampledTokens) -> Updated:
         """Take in a step's result: appends its tokens, commits computed blocks to the cache."""
@@ -214,7 +180,7 @@ class Scheduler:
                 failed.append((seq, failure))
                 continue
             if computed // size > start // size and self.blocks.has_table(seq_id):
-                self._withdraw(entry, self.blocks.commit(seq, computed))
+                self._prefixes.withdraw(entry, self.blocks.commit(seq, computed))
             if row.samples:
                 tokens = sampled.token_ids[seq_id]
                 seq.output_token_ids.extend(tokens)
@@ -240,7 +206,8 @@ class Scheduler:
             if row.seq_id in self._running:
                 entry.seq.num_computed_tokens = row.num_computed_tokens
                 self._drop_row(entry)
-        self._grouped_rows = []
+        if self._grouper is not None:
+            self._grouper.forget()
         self._step_done(batch.step)
 
     def finish(self, seq: Sequence, answered: bool = True, discard: bool = False) -> None:
@@ -259,7 +226,7 @@ class Scheduler:
         """Nobody is to wait for what this sequence computes: it may not get there."""
         entry = self._running.get(seq_id)
         if entry is not None:
-            self._withdraw(entry, entry.announced_to)
+            self._prefixes.withdraw(entry)
 
     def take_counts(self) -> ScheduleCounts:
         counts, self.counts = self.counts, ScheduleCounts()
@@ -275,28 +242,16 @@ class Scheduler:
                 raise EngineError(f"sequence {seq_id} must have blocks exactly when it runs")
         if len(self._running) + len(self._waiting) != len(self._entries):
             raise EngineError("a sequence runs or waits that is not known")
-        held = sum(len(self.blocks.block_ids(seq_id)) for seq_id in self._running)
-        predicted = sum(entry.predicted_blocks for entry in self._running.values())
-        if (held, predicted) != (self._held_blocks, self._predicted_blocks):
-            raise EngineError(
-                f"{held} blocks held and {predicted} predicted, but "
-                f"{self._held_blocks} and {self._predicted_blocks} counted"
-            )
-        announced = Counter(
-            key
-            for entry in self._running.values()
-            for key in entry.keys[entry.announced_from : entry.announced_to]
-        )
-        if announced != self._announced:
-            raise EngineError("the prefixes in flight are not those of the running sequences")
+        self._forecast.check(self._running.values())
+        self._prefixes.check(self._running.values())
 
     # --- one step ---------------------------------------------------------------------------
 
-    def _todo(self, entry: _Entry) -> int:
+    def _todo(self, entry: Entry) -> int:
         seq = entry.seq
         return seq.num_tokens + entry.num_pending - seq.num_computed_tokens
 
-    def _schedule_decodes(self, plan: "_Plan", only: AbstractSet[int] | None) -> list[_Entry]:
+    def _schedule_decodes(self, plan: StepPlan, only: AbstractSet[int] | None) -> list[Entry]:
         """A row for each sequence that has one token to compute; returns those with more."""
         prefills = []
         entries = list(self._running.values())
@@ -323,7 +278,7 @@ class Scheduler:
         self._turn = 0
         return prefills
 
-    def _grow(self, plan: "_Plan", entry: _Entry) -> bool:
+    def _grow(self, plan: StepPlan, entry: Entry) -> bool:
         """Room for one more token, if need be by preempting; False: not in this step."""
         seq_id = entry.seq.seq_id
         wanted = entry.seq.num_computed_tokens + 1
@@ -345,13 +300,10 @@ class Scheduler:
             self._preempt(plan, victim)
             if victim is entry:
                 return False
-        self._held_blocks += 1
-        if before + 1 > entry.predicted_blocks:
-            entry.predicted_blocks += 1
-            self._predicted_blocks += 1
+        self._forecast.grew(entry, before + 1)
         return True
 
-    def _preempt(self, plan: "_Plan", entry: _Entry) -> None:
+    def _preempt(self, plan: StepPlan, entry: Entry) -> None:
         seq = entry.seq
         self._leave(entry)
         seq.status = SequenceStatus.PREEMPTED
@@ -360,29 +312,27 @@ class Scheduler:
         self._waiting.put_front(Waiter(seq.seq_id, entry.keys, seq.num_tokens, 0))
         self.predictor.preempted()
         for other in self._running.values():
-            self._predict(other)
+            self._forecast.predict(other)
         self.counts.preemptions += 1
         plan.preempted = True
 
-    def _leave(self, entry: _Entry, discard: bool = False) -> None:
+    def _leave(self, entry: Entry, discard: bool = False) -> None:
         """Out of the running ones: gives back blocks and row."""
         seq_id = entry.seq.seq_id
         del self._running[seq_id]
-        self._withdraw(entry, entry.announced_to)
-        self._held_blocks -= len(self.blocks.block_ids(seq_id))
-        self._predicted_blocks -= entry.predicted_blocks
-        entry.predicted_blocks = 0
+        self._prefixes.withdraw(entry)
+        self._forecast.leave(entry)
         after = entry.last_step if entry.in_flight else None
         self.blocks.close(seq_id, after_step=after, discard=discard)
         self._drop_row(entry)
 
-    def _drop_row(self, entry: _Entry) -> None:
+    def _drop_row(self, entry: Entry) -> None:
         if entry.in_runner:
             self._removed.append(entry.seq.seq_id)
         entry.in_runner = False
         entry.num_sent_blocks = 0
 
-    def _plan_row(self, plan: "_Plan", entry: _Entry, todo: int) -> None:
+    def _plan_row(self, plan: StepPlan, entry: Entry, todo: int) -> None:
         """Compute up to `todo` tokens of the sequence in this step. A chunk that is cut off ends
         with a full block, so that nothing of it is beyond the cache."""
         seq = entry.seq
@@ -428,7 +378,7 @@ class Scheduler:
 
     # --- newcomers --------------------------------------------------------------------------
 
-    def _admit(self, plan: "_Plan") -> None:
+    def _admit(self, plan: StepPlan) -> None:
         while plan.budget > 0 and len(self._running) < self.limits.max_num_seqs:
             waiter = self._waiting.first()
             if waiter is None:
@@ -450,19 +400,19 @@ class Scheduler:
             self._enter(entry, waiter, match, num_cached)
             self._plan_row(plan, entry, self._todo(entry))
 
-    def _hold_back(self, plan: "_Plan", waiter: Waiter, entry: _Entry, match: PrefixMatch) -> bool:
+    def _hold_back(self, plan: StepPlan, waiter: Waiter, entry: Entry, match: PrefixMatch) -> bool:
         """Whether another sequence is computing the very block that this one needs first."""
         index = len(match.blocks)
-        if index >= len(entry.keys) or not self._announced[entry.keys[index]]:
+        if index >= len(entry.keys) or entry.keys[index] not in self._prefixes:
             return False
         return self._waiting.hold(waiter, index, plan.step, self.limits.max_prefix_delay)
 
-    def _fits(self, entry: _Entry, match: PrefixMatch) -> bool:
+    def _fits(self, entry: Entry, match: PrefixMatch) -> bool:
         """Room for its tokens so far, and for what all are expected to write from now on."""
         cost = self.blocks.cost(match, entry.seq.num_tokens)
-        predicted = self._predicted(entry)
+        predicted = self._forecast.blocks_in_the_end(entry.seq)
         growth = max(predicted - self.blocks.blocks_for(entry.seq.num_tokens), 0)
-        growth += self._predicted_blocks - self._held_blocks
+        growth += self._forecast.growth
         if cost + growth <= self.blocks.num_free:
             return True
         if self._running:
@@ -470,7 +420,7 @@ class Scheduler:
         self.blocks.unpin_all()
         return self.blocks.cost(match, entry.seq.num_tokens) <= self.blocks.num_free
 
-    def _enter(self, entry: _Entry, waiter: Waiter, match: PrefixMatch, num_cached: int) -> None:
+    def _enter(self, entry: Entry, waiter: Waiter, match: PrefixMatch, num_cached: int) -> None:
         seq = entry.seq
         node = waiter.node
         if node is not None and node.pin is None and 0 < node.depth <= len(match.blocks):
@@ -483,74 +433,9 @@ class Scheduler:
         seq.num_computed_tokens = num_cached
         self.counts.cache_queries += seq.num_tokens
         self.counts.cache_hits += num_cached
-        self._held_blocks += len(self.blocks.block_ids(seq.seq_id))
-        self._predict(entry)
-        self._announce(entry)
-
-    def _predicted(self, entry: _Entry) -> int:
-        """Blocks that the sequence will have in the end."""
-        seq = entry.seq
-        return self.blocks.blocks_for(
-            seq.num_prompt_tokens + max(self.predictor.expected_output(seq), 1) - 1
-        )
-
-    def _predict(self, entry: _Entry) -> None:
-        held = len(self.blocks.block_ids(entry.seq.seq_id))
-        predicted = max(self._predicted(entry), held)
-        self._predicted_blocks += predicted - entry.predicted_blocks
-        entry.predicted_blocks = predicted
+        self._forecast.enter(entry)
+        self._prefixes.announce(entry, self.blocks.num_committed(seq.seq_id))
 
     def _unpin(self, handles: list[int]) -> None:
         for handle in handles:
             self.blocks.unpin(handle)
-
-    # --- prefixes in flight -----------------------------------------------------------------
-
-    def _announce(self, entry: _Entry) -> None:
-        """Others may wait for the blocks that it is going to compute."""
-        entry.announced_from = self.blocks.num_committed(entry.seq.seq_id)
-        entry.announced_to = max(len(entry.keys), entry.announced_from)
-        self._announced.update(entry.keys[entry.announced_from :])
-
-    def _withdraw(self, entry: _Entry, end: int) -> None:
-        """Its first `end` blocks are computed, or will not be computed by it."""
-        end = min(end, entry.announced_to)
-        for key in entry.keys[entry.announced_from : end]:
-            self._announced[key] -= 1
-            if not self._announced[key]:
-                del self._announced[key]
-        entry.announced_from = max(end, entry.announced_from)
-
-    # --- shared prefixes --------------------------------------------------------------------
-
-    def _prefix_groups(self, rows: list[ScheduledRow]) -> list[PrefixGroup]:
-        """Shared blocks lie wholly before every row's first token to compute. Computed anew only
-        when the rows have changed or a prompt is under way."""
-        if not self._group_prefixes or len(rows) < 2:
-            return []
-        ids = [row.seq_id for row in rows]
-        if ids == self._grouped_rows:
-            return self._groups
-        size = self.blocks.block_size
-        tables = [
-            (row.seq_id, self.blocks.block_ids(row.seq_id)[: row.num_computed_tokens // size])
-            for row in rows
-        ]
-        self._groups = prefix_groups(tables)
-        settled = all(row.num_scheduled_tokens == 1 for row in rows)
-        self._grouped_rows = ids if settled else []
-        return self._groups
-
-
-class _Plan:
-    """A step being put together."""
-
-    __slots__ = ("added", "budget", "planned", "preempted", "rows", "step")
-
-    def __init__(self, step: int, budget: int) -> None:
-        self.step = step
-        self.budget = budget
-        self.rows: list[ScheduledRow] = []
-        self.added: list[NewRow] = []
-        self.planned: set[int] = set()
-        self.preempted = False

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 from headrace.engine.errors import Failure, RequestError
 from headrace.producer import codec, schemas
-from headrace.worker import checkpoint, jobs, kill_points
+from headrace.worker import checkpoint, kill_points, wire_request, wire_result
 from headrace.worker.courier import Courier
 from headrace.worker.inflight import InFlight
 from headrace.worker.metrics import WorkerMetrics
 from headrace.worker.pulse import Pulse
 from headrace.worker.retrying import Connection
+from headrace.worker.serving_engine import JobEngine
 from headrace.worker.source import (
     ClaimedJob,
     JobSource,
@@ -58,7 +59,7 @@ class Feeder:
         self,
         source: JobSource,
         registry: WorkerRegistry,
-        engine: jobs.JobEngine,
+        engine: JobEngine,
         serving: Serving,
         courier: Courier,
         metrics: WorkerMetrics,
@@ -168,7 +169,7 @@ class Feeder:
         self._count(job, claimed_at)
         try:
             with self._pulse.beat("prompt"):
-                request = jobs.parse_request(job.payload)
+                request = wire_request.parse_request(job.payload)
                 if not self._serving.serves(request.model):
                     raise RequestError(
                         "model_not_found",
@@ -194,7 +195,7 @@ class Feeder:
         return True
 
     def _prepare(self, job: ClaimedJob, request: schemas.Request, claimed_at: float) -> InFlight:
-        sequences = jobs.to_sequences(request, job, self._engine)
+        sequences = wire_request.to_sequences(request, job, self._engine)
         flight = InFlight(job, request, sequences, claimed_at)
         if job.checkpoint:
             restored = checkpoint.restore(job.checkpoint, sequences, self._serving.fingerprint)
@@ -215,7 +216,7 @@ class Feeder:
         if error.code == "model_not_found" and request is not None:
             model, wire = request.model, request.v
         elif error.code == "unsupported_version":
-            model, wire = None, jobs.wire_version(job.payload) or 0
+            model, wire = None, wire_request.wire_version(job.payload) or 0
         else:
             return False
         try:
@@ -243,7 +244,7 @@ class Feeder:
 
     def _reject(self, job: ClaimedJob, request: schemas.Request | None, failure: Failure) -> None:
         log.info("refused: %s", failure.code, extra={"job_id": job.job_id, "code": failure.code})
-        result = jobs.failed_result(failure, job, request, model=self._serving.model)
+        result = wire_result.failed_result(failure, job, request, model=self._serving.model)
         self._courier.deliver([Outcome(job, OutcomeKind.FAILED, codec.encode_result(result))])
 
     def _count(self, job: ClaimedJob, claimed_at: float) -> None:

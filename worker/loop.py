@@ -10,15 +10,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from headrace.engine.errors import EngineError, Failure, RequestError
-from headrace.engine.sequence import Sequence
 from headrace.engine.stats import StepOutput
-from headrace.worker import checkpoint, jobs, kill_points
+from headrace.worker import checkpoint, kill_points
 from headrace.worker.courier import Courier
 from headrace.worker.drain import Drain
 from headrace.worker.feeder import Feeder, Serving
+from headrace.worker.flights import Flights
 from headrace.worker.inflight import InFlight
 from headrace.worker.metrics import WorkerMetrics
 from headrace.worker.outcomes import Outcomes
@@ -26,6 +25,7 @@ from headrace.worker.pulse import Pulse
 from headrace.worker.rates import ServiceRates
 from headrace.worker.recovery import Recovery
 from headrace.worker.retrying import Connection
+from headrace.worker.serving_engine import EngineBroken, ServingEngine
 from headrace.worker.source import (
     ClaimedJob,
     JobSource,
@@ -40,34 +40,6 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT = 0.1
 EXPIRY_INTERVAL = 0.25
-
-
-class EngineBroken(RuntimeError):
-    """The engine's own state can no longer be trusted; a new process must take over."""
-
-
-class SlotLimits(jobs.JobLimits, Protocol):
-    @property
-    def max_num_seqs(self) -> int: ...
-
-
-class ServingEngine(Protocol):
-    """What the loop needs of an engine (`engine.engine.Engine`)."""
-
-    @property
-    def tokenizer(self) -> jobs.JobTokenizer: ...
-    @property
-    def limits(self) -> SlotLimits: ...
-    @property
-    def default_sampling(self) -> dict[str, Any]: ...
-    @property
-    def has_unfinished(self) -> bool: ...
-    @property
-    def num_unfinished(self) -> int: ...
-    def add(self, seq: Sequence) -> object: ...
-    def abort(self, seq_id: int) -> object: ...
-    def step(self) -> StepOutput: ...
-    def check_integrity(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +83,7 @@ class ServingLoop:
         self._slots = engine.limits.max_num_seqs
         ahead = settings.look_ahead
         self._look_ahead = max(4, self._slots // 8) if ahead is None else ahead
-        self._flights: dict[str, InFlight] = {}
-        self._by_seq: dict[int, InFlight] = {}
+        self._flights = Flights(engine)
         self._lost: deque[ClaimedJob] = deque()
         self._lost_unseen: dict[str, float] = {}
         self._next_expiry = 0.0
@@ -127,7 +98,7 @@ class ServingLoop:
             source,
             metrics,
             connection,
-            idle=lambda: not self._by_seq and self.feeder.empty,
+            idle=lambda: not self._flights.num_sequences and self.feeder.empty,
             flush_count=settings.flush_count,
             flush_seconds=settings.flush_seconds,
         )
@@ -163,7 +134,7 @@ class ServingLoop:
         fingerprint = self._serving.fingerprint
         return [
             Released(flight.job, checkpoint.save(flight.sequences, fingerprint))
-            for flight in list(self._flights.values())
+            for flight in self._flights
         ]
 
     def run(self) -> None:
@@ -209,7 +180,7 @@ class ServingLoop:
             self.feeder.wait_ready(IDLE_WAIT)
 
     def _room(self, ready: int) -> int:
-        return self._slots + self._look_ahead - len(self._by_seq) - ready
+        return self._slots + self._look_ahead - self._flights.num_sequences - ready
 
     def _admit(self) -> None:
         ended: list[Outcome] = []
@@ -219,7 +190,7 @@ class ServingLoop:
             for flight in self.feeder.take():
                 if self._lost_unseen.pop(flight.job.execution_id, None) is not None:
                     continue
-                self._flights[flight.job.execution_id] = flight
+                self._flights.enter(flight)
                 self._add(flight, ended)
                 kill_points.reach("after_start")
         if ended:
@@ -229,15 +200,13 @@ class ServingLoop:
     def _add(self, flight: InFlight, ended: list[Outcome]) -> None:
         """Give a job's open sequences to the engine: all of them, or none and its failure."""
         try:
-            for sequence in flight.unfinished:
-                self._engine.add(sequence)
-                self._by_seq[sequence.seq_id] = flight
+            self._flights.begin(flight)
         except RequestError as error:
-            self._abort(flight)
+            self._flights.abort(flight)
             ended.append(self._fail(flight, Failure.from_error(error), OutcomeKind.FAILED))
         except Exception as error:
             log.exception("adding a job failed", extra={"job_id": flight.job.job_id})
-            self._abort(flight)
+            self._flights.abort(flight)
             message = f"the engine could not take the request: {type(error).__name__}: {error}"
             failure = Failure("engine_error", message, retryable=True)
             ended.append(self._fail(flight, failure, OutcomeKind.RETRY))
@@ -258,7 +227,7 @@ class ServingLoop:
         kill_points.progressed(
             flight.job.job_id
             for sequence in (*output.progressed, *output.finished)
-            if (flight := self._by_seq.get(sequence.seq_id)) is not None
+            if (flight := self._flights.whose(sequence.seq_id)) is not None
         )
         kill_points.reach("mid_generation")
         ended = self._collect(output)
@@ -275,45 +244,37 @@ class ServingLoop:
     def _collect(self, output: StepOutput) -> list[Outcome]:
         ended: list[Outcome] = []
         for sequence in output.finished:
-            flight = self._by_seq.pop(sequence.seq_id, None)
+            flight = self._flights.ended(sequence.seq_id)
             if flight is None or flight.given_up:
                 continue
             self._measured.ended(sequence)
             if flight.failed:
-                self._abort(flight)
+                self._flights.abort(flight)
             # Once, however many of its answers end in this step.
-            if flight.job.execution_id in self._flights and (
-                flight.failed or not flight.unfinished
-            ):
+            if flight in self._flights and (flight.failed or not flight.unfinished):
                 ended.append(self._end(flight))
         return ended
 
     def _end(self, flight: InFlight) -> Outcome:
         """The outcome of a job whose sequences have all ended."""
-        self._flights.pop(flight.job.execution_id, None)
+        self._flights.leave(flight)
         return self._outcomes.ended(flight)
 
     def _fail(self, flight: InFlight, failure: Failure, kind: OutcomeKind) -> Outcome:
-        self._flights.pop(flight.job.execution_id, None)
+        self._flights.leave(flight)
         return self._outcomes.failed(flight, failure, kind)
-
-    def _abort(self, flight: InFlight) -> None:
-        """Take a job's sequences out of the engine."""
-        for sequence in flight.sequences:
-            if self._by_seq.pop(sequence.seq_id, None) is not None:
-                self._engine.abort(sequence.seq_id)
 
     def _give_up(self, flight: InFlight) -> None:
         flight.given_up = True
-        self._abort(flight)
+        self._flights.abort(flight)
         self._recovery.forget(flight)
-        self._flights.pop(flight.job.execution_id, None)
+        self._flights.leave(flight)
         self.feeder.wake()
 
     def _give_up_lost(self) -> None:
         while self._lost:
             job = self._lost.popleft()
-            flight = self._flights.get(job.execution_id)
+            flight = self._flights.find(job)
             if flight is None:
                 self._lost_unseen[job.execution_id] = time.monotonic()
                 continue
@@ -332,7 +293,7 @@ class ServingLoop:
         }
         late = [
             flight
-            for flight in self._flights.values()
+            for flight in self._flights
             if flight.job.deadline is not None and flight.job.deadline < now
         ]
         for flight in late:
@@ -348,7 +309,7 @@ class ServingLoop:
             return
         progress = []
         for sequence in output.progressed:
-            flight = self._by_seq.get(sequence.seq_id)
+            flight = self._flights.whose(sequence.seq_id)
             if flight is None or flight.num_output_tokens - flight.saved_tokens < every:
                 continue
             flight.saved_tokens = flight.num_output_tokens
@@ -363,14 +324,14 @@ class ServingLoop:
         EngineError when it is none. Anything else is a fault of its host half with one of them:
         take everything out, and put it back in halves until one job is left."""
         self._metrics.engine_errors.inc()
-        self._unbegun = [flight for flight in self._flights.values() if flight.unbegun]
+        self._unbegun = [flight for flight in self._flights if flight.unbegun]
         if isinstance(error, EngineError):
             raise EngineBroken(str(error)) from error
         log.error("a step raised %s; looking for the job", type(error).__name__, exc_info=error)
-        running = list(dict.fromkeys(self._by_seq.values()))
+        running = self._flights.in_engine()
         try:
             for flight in running:
-                self._abort(flight)
+                self._flights.abort(flight)
             self._engine.check_integrity()
             # A step may still be in flight: what it brings is nobody's any more.
             if self._engine.num_unfinished:
@@ -403,16 +364,16 @@ class ServingLoop:
         self.courier.save(
             [(item.job, item.checkpoint) for item in self.progress() if item.checkpoint]
         )
-        self._put_back([flight for flight in self._flights.values() if flight.unbegun])
+        self._put_back([flight for flight in self._flights if flight.unbegun])
         self._put_back(self.feeder.stop(max(0.5, 2 * self._settings.claim_wait)))
         kill_points.reach("drain_begun")
-        while self._flights and not self._drain.stop_working:
+        while len(self._flights) and not self._drain.stop_working:
             self._give_up_lost()
             self._expire()
             self._admit_suspects()
             if self._engine.has_unfinished:
                 self._step()
-        self._put_back(list(self._flights.values()))
+        self._put_back(list(self._flights))
         self._put_back(self.feeder.stop(0.0))
 
     def _admit_suspects(self) -> None:
@@ -435,7 +396,7 @@ class ServingLoop:
                 self._give_up(flight)
             except Exception:
                 log.exception("aborting failed", extra=_tags(flight.job))
-                self._flights.pop(flight.job.execution_id, None)
+                self._flights.leave(flight)
         log.info("put %d jobs back", len(released))
         self.courier.put_back(released)
 

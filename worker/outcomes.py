@@ -8,8 +8,9 @@ import logging
 
 from headrace.engine.errors import Failure
 from headrace.producer import codec, schemas
-from headrace.worker import jobs
+from headrace.worker import wire_result
 from headrace.worker.inflight import InFlight
+from headrace.worker.serving_engine import JobEngine
 from headrace.worker.source import Outcome, OutcomeKind
 
 log = logging.getLogger(__name__)
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 class Outcomes:
     """`model`: the served name, `digest`: of what computes; both as results carry them."""
 
-    def __init__(self, engine: jobs.JobEngine, model: str, digest: str = "") -> None:
+    def __init__(self, engine: JobEngine, model: str, digest: str = "") -> None:
         self._engine = engine
         self._model = model
         self._digest = digest
@@ -30,7 +31,7 @@ class Outcomes:
             kind = OutcomeKind.RETRY if failed.retryable else OutcomeKind.FAILED
             return self.failed(flight, failed, kind)
         try:
-            result = jobs.to_result(
+            result = wire_result.to_result(
                 flight.request,
                 flight.job,
                 flight.sequences,
@@ -55,7 +56,7 @@ class Outcomes:
         flight.given_up = True
         extra = {"job_id": flight.job.job_id, "code": failure.code}
         log.info("failed: %s", failure.code, extra=extra)
-        result: schemas.Result = jobs.failed_result(
+        result: schemas.Result = wire_result.failed_result(
             failure, flight.job, flight.request, model=self._model
         )
         return Outcome(

@@ -22,12 +22,13 @@ from headrace.worker.drain import PROFILES, Drain
 from headrace.worker.feeder import Serving
 from headrace.worker.http import HttpServer, check_route, metrics_route
 from headrace.worker.keeper import Keeper
-from headrace.worker.loop import EngineBroken, ServingEngine, ServingLoop
+from headrace.worker.loop import ServingLoop
 from headrace.worker.metrics import WorkerMetrics
 from headrace.worker.notice import NoticeWatch
 from headrace.worker.parent import ParentWatch
 from headrace.worker.pulse import Pulse
 from headrace.worker.retrying import Connection
+from headrace.worker.serving_engine import EngineBroken, ServingEngine
 from headrace.worker.signals import SignalBox
 from headrace.worker.source import ClaimedJob, SourceUnavailable, WorkerFacts, WorkerState
 from headrace.worker.start import (

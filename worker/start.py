@@ -23,7 +23,7 @@ from headrace.producer import connection, keys, redis_info
 from headrace.producer.errors import HeadraceError
 from headrace.worker.coldstart import ColdStart
 from headrace.worker.config import WorkerConfig
-from headrace.worker.loop import EngineBroken, ServingEngine
+from headrace.worker.serving_engine import EngineBroken, ServingEngine
 from headrace.worker.source import ClaimedJob, JobSource, SourceUnavailable, WorkerRegistry
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,8 @@ class Source(JobSource, WorkerRegistry, Protocol):
 def open_redis(config: WorkerConfig) -> Source:
     """Connect, look at the server, enter RQ's books. Raises StartFailed with what to do."""
     # RQ's classes are heavy; here they load beside torch instead of before it.
-    from headrace.worker.lease import LeaseSettings, RedisSource
+    from headrace.worker.lease import RedisSource
+    from headrace.worker.lease_settings import LeaseSettings
 
     where = connection.redacted(config.redis_url)
     settings = LeaseSettings(
@@ -137,7 +138,7 @@ def _import_engine(cold_start: ColdStart) -> None:
 def _load_kernels(config: WorkerConfig) -> None:
     """The CPU's, of which choosing a backend would find them missing later and say so; the GPU's
     depend on the model and come with the warm-up."""
-    from headrace.engine.runner import choose_device
+    from headrace.engine.machine import choose_device
 
     if "HEADRACE_BACKEND" in os.environ or choose_device(config.engine.device).type != "cpu":
         return

@@ -16,11 +16,11 @@ from torch.nn import functional
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import CheckpointError
 from headrace.engine.layers.backend import AttentionMetadata, Backend, HeadNorms, LayerKV
+from headrace.engine.layers.choose import choose_backend
 from headrace.engine.loading.checkpoint import TensorSource
 from headrace.engine.models.config import ModelConfig
 from headrace.engine.models.decoder import layer_specs
 from headrace.engine.quant.method import LinearSpec
-from headrace.engine.runner import choose_backend
 
 BATCH_TOKENS = 4096
 """Tokens of one pass; what lies between two stages of a layer is held for so many."""

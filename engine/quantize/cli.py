@@ -9,6 +9,7 @@ import torch
 from tqdm import tqdm
 
 from headrace.engine.errors import EngineError
+from headrace.engine.machine import available_threads
 from headrace.engine.quantize.recipe import BITS, make_recipe
 from headrace.engine.quantize.report import FILE
 from headrace.engine.quantize.run import (
@@ -18,7 +19,6 @@ from headrace.engine.quantize.run import (
     quantize_model,
 )
 from headrace.engine.quantize.source import Source
-from headrace.engine.runner import available_threads
 
 
 class _Refusal(click.ClickException):

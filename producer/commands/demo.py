@@ -12,8 +12,8 @@ from headrace.producer.commands import options
 from headrace.producer.commands.options import option
 from headrace.producer.local import DEMO_MODEL
 from headrace.producer.machine import this_machine
-from headrace.producer.run import RunOptions, Summary
 from headrace.producer.run import run as run_file
+from headrace.producer.run_options import RunOptions, Summary
 
 _SHOWN = 5
 

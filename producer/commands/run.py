@@ -12,8 +12,8 @@ from headrace.producer.bulk.pump import MAX_JOBS
 from headrace.producer.commands import options
 from headrace.producer.commands.options import option
 from headrace.producer.errors import HeadraceError
-from headrace.producer.run import RunOptions, Summary
 from headrace.producer.run import run as run_file
+from headrace.producer.run_options import RunOptions, Summary
 
 
 @click.command()

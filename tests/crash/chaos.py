@@ -36,7 +36,7 @@ from headrace.engine.engine import Engine
 from headrace.engine.sequence import Sequence
 from headrace.producer import Client, health, schemas
 from headrace.producer.errors import HeadraceError
-from headrace.worker import jobs as wire
+from headrace.worker import wire_request as wire
 from headrace.worker.source import ClaimedJob
 
 FSYNC_WINDOW = 2.0

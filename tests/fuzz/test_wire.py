@@ -14,7 +14,7 @@ from headrace.engine.errors import RequestError
 from headrace.engine.sequence import FinishReason, Sequence
 from headrace.producer import codec, schemas
 from headrace.producer.errors import PayloadError
-from headrace.worker import checkpoint, jobs
+from headrace.worker import checkpoint, wire_request, wire_result
 from headrace.worker.source import ClaimedJob
 
 STEPS = 12
@@ -46,7 +46,7 @@ def test_a_payload_is_a_request_or_a_typed_error(payload: bytes) -> None:
 
 def parsed(payload: bytes) -> schemas.Request | None:
     try:
-        return jobs.parse_request(payload)
+        return wire_request.parse_request(payload)
     except RequestError as error:
         assert error.code and str(error)
         assert len(str(error)) < 2000, "an error must not carry the payload"
@@ -64,7 +64,7 @@ def test_a_request_is_answered_or_refused_and_the_engine_stays_whole(
             return
         job = ClaimedJob("job", "job", "q", b"")
         try:
-            sequences = jobs.to_sequences(request, job, engine)
+            sequences = wire_request.to_sequences(request, job, engine)
         except RequestError as error:
             assert error.code and str(error)
             return
@@ -97,7 +97,7 @@ def run(
         s.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for s in added
     ):
         return None
-    result = jobs.to_result(request, job, sequences, engine, model="tiny")
+    result = wire_result.to_result(request, job, sequences, engine, model="tiny")
     assert codec.decode_result("job", codec.encode_result(result)).ok
     return result
 
@@ -131,7 +131,7 @@ def test_a_checkpoint_is_taken_over_or_refused_and_the_engine_stays_whole(
         fields |= {"logprobs": True}
     request = schemas.Request(**fields)
     job = ClaimedJob("job", "job", "q", b"")
-    (fresh,) = jobs.to_sequences(request, job, engine)
+    (fresh,) = wire_request.to_sequences(request, job, engine)
     answer = data.draw(_ANSWER)
     if data.draw(st.integers(0, 3)) and isinstance(answer["t"], list):
         answer["at"], answer["i"] = len(answer["t"]), 0
@@ -149,7 +149,7 @@ def test_a_checkpoint_is_taken_over_or_refused_and_the_engine_stays_whole(
             run(engine, request, job, [fresh])
         else:
             fresh.finish_time = 1.0
-            result = jobs.to_result(request, job, [fresh], engine, model="tiny")
+            result = wire_result.to_result(request, job, [fresh], engine, model="tiny")
             codec.encode_result(result)
 
 

@@ -16,7 +16,8 @@ from serving import InThread, wait_until
 
 from headrace.engine.engine import Engine
 from headrace.producer import Client, codec
-from headrace.worker.lease import LeaseSettings, RedisSource
+from headrace.worker.lease import RedisSource
+from headrace.worker.lease_settings import LeaseSettings
 
 QUEUE = "tiny"
 

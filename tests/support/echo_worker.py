@@ -14,7 +14,8 @@ import orjson
 
 from headrace.producer import codec
 from headrace.producer.schemas import Choice, Failure, Request, Result, Usage
-from headrace.worker.lease import LeaseSettings, RedisSource
+from headrace.worker.lease import RedisSource
+from headrace.worker.lease_settings import LeaseSettings
 from headrace.worker.source import (
     ClaimedJob,
     Outcome,

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from headrace.producer import Client, codec, health
 from headrace.producer.schemas import Choice, Result
-from headrace.worker.lease import LeaseSettings, RedisSource
+from headrace.worker.lease import RedisSource
+from headrace.worker.lease_settings import LeaseSettings
 from headrace.worker.source import ClaimedJob, FinishCode, Outcome, OutcomeKind
 
 QUEUE = "tiny"

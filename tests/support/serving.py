@@ -21,7 +21,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.engine import Engine
 from headrace.engine.sequence import Sequence
 from headrace.producer import codec, schemas
-from headrace.worker import jobs
+from headrace.worker import wire_request
 from headrace.worker.bench.memory import MemorySource
 from headrace.worker.drain import Drain
 from headrace.worker.feeder import Serving
@@ -118,7 +118,7 @@ def serving(engine: Any, source: MemorySource, **settings: Any) -> Iterator[InTh
 def answer(engine: Engine, fields: dict[str, Any], job_id: str) -> list[Sequence]:
     """The sequences of one request, run alone and uninterrupted."""
     request = schemas.Request.model_validate(fields)
-    sequences = jobs.to_sequences(request, ClaimedJob(job_id, "alone", "q", b""), engine)
+    sequences = wire_request.to_sequences(request, ClaimedJob(job_id, "alone", "q", b""), engine)
     for sequence in sequences:
         engine.add(sequence)
     while engine.has_unfinished:

@@ -256,7 +256,7 @@ def _load(
     out: Path,
     of_load: dict[str, Any],
 ) -> int:
-    from headrace.engine.runner import available_threads
+    from headrace.engine.machine import available_threads
 
     chosen = load_cli.LoadOptions(**of_load)
     dtype = dtypes[0] if dtypes else fast_dtype()

@@ -17,10 +17,10 @@ import torch
 from headrace.engine.config import EngineConfig
 from headrace.engine.evaluate.process_memory import peak_memory
 from headrace.engine.layers.backend import AttentionMetadata, Backend
+from headrace.engine.layers.choose import choose_backend
 from headrace.engine.layers.torch_backend import TorchBackend
 from headrace.engine.loading.source import open_checkpoint
 from headrace.engine.models.config import ModelConfig
-from headrace.engine.runner import choose_backend
 
 LENGTHS = (256, 512, 1024, 2048, 4096)
 _BLOCK = 16

@@ -336,7 +336,7 @@ def main(
 ) -> None:
     """Measure, print, and write build/bench/safety.json."""
     from headrace.engine.loading.source import resolve_model
-    from headrace.engine.runner import available_threads
+    from headrace.engine.machine import available_threads
 
     threads = threads or available_threads()
     path = str(resolve_model(model))

@@ -41,7 +41,7 @@ def load_subject(
     """Resolve and tokenize. `dtypes` empty: this machine's fast one; `names` empty: both workloads,
     unless `prompts` gives a file. `limit`: the first so many requests of each."""
     from headrace.engine.loading.source import resolve_model
-    from headrace.engine.runner import available_threads
+    from headrace.engine.machine import available_threads
     from headrace.engine.tokenizer import load_tokenizer
 
     path = resolve_model(model)
@@ -64,6 +64,6 @@ def load_subject(
 
 def fast_dtype() -> str:
     """The float type that this machine multiplies fastest."""
-    from headrace.engine.runner import cpu_multiplies_bfloat16
+    from headrace.engine.machine import cpu_multiplies_bfloat16
 
     return "bfloat16" if cpu_multiplies_bfloat16() else "float32"

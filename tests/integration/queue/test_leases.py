@@ -20,7 +20,7 @@ from tcp_proxy import wait_until
 
 from headrace.producer import JobFailed, JobState, dead
 from headrace.producer.scripts import Script
-from headrace.worker.lease import LeaseSettings, backoff
+from headrace.worker.lease_settings import LeaseSettings, backoff
 from headrace.worker.source import FinishCode, OutcomeKind, Released
 
 

@@ -21,7 +21,8 @@ from headrace.producer.schemas import Choice, Result, Usage
 from headrace.worker import metrics
 from headrace.worker.depth import Assumed, DepthReader
 from headrace.worker.exporter import make_server
-from headrace.worker.lease import LeaseSettings, RedisSource
+from headrace.worker.lease import RedisSource
+from headrace.worker.lease_settings import LeaseSettings
 from headrace.worker.source import (
     ClaimedJob,
     Outcome,

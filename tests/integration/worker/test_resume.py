@@ -9,7 +9,7 @@ from serving import InThread, answer, load, payload, serving, wait_until
 from headrace.engine.engine import Engine
 from headrace.engine.sequence import Sequence
 from headrace.producer import schemas
-from headrace.worker import checkpoint, jobs
+from headrace.worker import checkpoint, wire_request
 from headrace.worker.bench.memory import MemorySource
 from headrace.worker.source import ClaimedJob
 
@@ -121,7 +121,7 @@ def test_a_character_that_straddles_the_cut_is_decoded_whole(engine: Engine) -> 
     euro = list("€".encode())
     source = MemorySource()
     for cut in (2, 3):
-        fresh = Sequence("r", [1], jobs.to_params(schemas.Request(**fields), {}))
+        fresh = Sequence("r", [1], wire_request.to_params(schemas.Request(**fields), {}))
         fresh.output_token_ids = euro[:cut]
         # The model is made to continue with the sign's last byte, or after it with a full stop.
         following = [*euro, ord(".")][cut]
@@ -163,7 +163,7 @@ def test_n_answers_resume_together_even_when_one_had_ended(engine: Engine) -> No
     fields["ignore_eos"] = True
     expected = answer(engine, fields, "job")
     request = schemas.Request.model_validate(fields)
-    parts = jobs.to_sequences(request, ClaimedJob("job", "e", "q", b""), engine)
+    parts = wire_request.to_sequences(request, ClaimedJob("job", "e", "q", b""), engine)
     parts[0].output_token_ids = expected[0].output_token_ids
     parts[0].finish_reason, parts[0].text = expected[0].finish_reason, expected[0].text
     parts[1].output_token_ids = expected[1].output_token_ids[:17]

@@ -13,7 +13,7 @@ from serving import InThread, answer, payload, serving, wait_until
 from headrace.engine.engine import Engine
 from headrace.engine.sequence import Sequence
 from headrace.worker.bench.memory import MemorySource
-from headrace.worker.loop import EngineBroken
+from headrace.worker.serving_engine import EngineBroken
 from headrace.worker.source import OutcomeKind, SourceUnavailable
 
 

@@ -9,7 +9,8 @@ import pytest
 from toy import EOS, greedy, oracle, run, toy_engine
 
 from headrace.engine.kv.block_manager import BlockManager
-from headrace.engine.scheduler import Scheduler, SchedulerLimits, _Plan
+from headrace.engine.scheduler import Scheduler, SchedulerLimits
+from headrace.engine.step_plan import StepPlan as _Plan
 
 SIZE = 4
 

@@ -6,15 +6,15 @@ import zlib
 
 import pytest
 
-from headrace.engine.errors import RequestError
+from headrace.engine.errors import Failure, RequestError
 from headrace.producer import codec, schemas
-from headrace.worker import jobs
+from headrace.worker import jobs, wire_request, wire_result
 from headrace.worker.source import ClaimedJob
 
 
 def refused(payload: bytes) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        jobs.parse_request(payload)
+        wire_request.parse_request(payload)
     return caught.value
 
 
@@ -84,7 +84,7 @@ def test_content_that_is_not_text_is_refused_by_its_place() -> None:
 def test_a_newer_schema_is_told_apart_from_an_unknown_parameter() -> None:
     error = refused(b'{"v": 2, "prompt": "a", "brand_new": 1}')
     assert (error.code, error.param) == ("unsupported_version", "v")
-    assert jobs.wire_version(b'{"v": 2, "prompt": "a", "brand_new": 1}') == 2
+    assert wire_request.wire_version(b'{"v": 2, "prompt": "a", "brand_new": 1}') == 2
 
 
 def test_neither_or_both_inputs_are_refused() -> None:
@@ -106,33 +106,35 @@ def test_the_function_refuses_to_run_under_a_stock_worker() -> None:
 
 def test_what_a_request_leaves_unset_comes_from_the_model_then_from_us() -> None:
     request = schemas.Request(prompt="a", top_p=0.5, top_k=None)
-    params = jobs.to_params(request, {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "x": 1})
+    params = wire_request.to_params(
+        request, {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "x": 1}
+    )
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.6, 0.5, 20, 0.0)
 
 
 def test_top_logprobs_without_logprobs_is_refused() -> None:
     with pytest.raises(RequestError) as caught:
-        jobs.to_params(schemas.Request(prompt="a", top_logprobs=3), {})
+        wire_request.to_params(schemas.Request(prompt="a", top_logprobs=3), {})
     assert caught.value.param == "top_logprobs"
 
 
 def test_too_many_or_too_long_stop_strings_are_refused() -> None:
     for stop in (["x"] * 65, ["x" * 1025]):
         with pytest.raises(RequestError) as caught:
-            jobs.to_params(schemas.Request(prompt="a", stop=stop), {})
+            wire_request.to_params(schemas.Request(prompt="a", stop=stop), {})
         assert caught.value.param == "stop"
 
 
 def test_the_noise_of_a_job_depends_on_its_id_alone() -> None:
-    assert jobs.seed_of("a") == jobs.seed_of("a") != jobs.seed_of("b")
-    assert 0 <= jobs.seed_of("a") < 2**64
+    assert wire_request.seed_of("a") == wire_request.seed_of("a") != wire_request.seed_of("b")
+    assert 0 <= wire_request.seed_of("a") < 2**64
 
 
 def test_a_failed_result_takes_the_callers_data_back() -> None:
     request = schemas.Request(prompt="a", custom_id="r1", metadata={"k": [1]})
     job = ClaimedJob("j", "e", "q", b"")
-    failure = jobs.Failure("prompt_too_long", "too long", "prompt")
-    result = jobs.failed_result(failure, job, request, model="m")
+    failure = Failure("prompt_too_long", "too long", "prompt")
+    result = wire_result.failed_result(failure, job, request, model="m")
     back = codec.decode_result("j", codec.encode_result(result))
     assert back.failure is not None and back.failure.code == "prompt_too_long"
     assert (back.custom_id, back.metadata, back.failure.param) == ("r1", {"k": [1]}, "prompt")

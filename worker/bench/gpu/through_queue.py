@@ -72,7 +72,8 @@ def _through_redis(engine: Engine, work: Work) -> float:
         from headrace.producer import Client
         from headrace.producer.errors import HeadraceError
         from headrace.producer.redis_server import PrivateRedis
-        from headrace.worker.lease import LeaseSettings, RedisSource
+        from headrace.worker.lease import RedisSource
+        from headrace.worker.lease_settings import LeaseSettings
     except ImportError as error:
         raise _NoRedis(f"not installed: {error}") from error
     with contextlib.ExitStack() as stack:

@@ -20,8 +20,9 @@ from headrace.engine.kv.cache import allocate
 from headrace.engine.layers.backend import SharedPrefix
 from headrace.engine.layers.triton_backend import TritonBackend, prefix_arrays
 from headrace.engine.loading.random_weights import random_checkpoint
+from headrace.engine.machine import choose_cuda_dtype, choose_device
 from headrace.engine.models.decoder import load_decoder
-from headrace.engine.runner import build_runner, choose_cuda_dtype, choose_device
+from headrace.engine.runner import build_runner
 from headrace.engine.shared_prefix_crossover import NEVER, crossover, measured_crossover
 
 GIB = 1 << 30

@@ -12,13 +12,8 @@ from safetensors.torch import load_file, save_file
 from headrace.engine.batch import NewRow, PrefixGroup, SampledTokens, ScheduledBatch, ScheduledRow
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import EngineError
-from headrace.engine.runner import (
-    ModelRunner,
-    available_threads,
-    choose_dtype,
-    cpu_multiplies_bfloat16,
-    load_runner,
-)
+from headrace.engine.machine import available_threads, choose_dtype, cpu_multiplies_bfloat16
+from headrace.engine.runner import ModelRunner, load_runner
 from headrace.engine.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -173,7 +168,7 @@ def test_bfloat16_runs_where_it_is_asked_for(tmp_path: Path) -> None:
 def test_auto_is_sixteen_bit_only_where_the_cpu_multiplies_it(
     native: bool, wanted: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace.engine.runner.cpu_multiplies_bfloat16", lambda: native)
+    monkeypatch.setattr("headrace.engine.machine.cpu_multiplies_bfloat16", lambda: native)
     assert choose_dtype("auto", "bfloat16") is wanted
     assert choose_dtype("auto", "float32") is torch.float32
     assert choose_dtype("float16", "bfloat16") is torch.float16
