@@ -6,7 +6,9 @@ unset are not sent. Nothing here knows Redis, RQ or the engine.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from headrace.producer import trace_context
 
 WIRE_VERSION = 1
 
@@ -61,7 +63,8 @@ class Request(Sampling):
     """One job: exactly one of `prompt` (text, or token ids) and `messages`.
 
     `model` None or "default": whatever the queue's worker serves. `custom_id` and `metadata` are
-    the caller's data and travel back untouched; neither is ever part of a Redis key.
+    the caller's data and travel back untouched; neither is ever part of a Redis key. A
+    `traceparent` in `metadata` must be one (`trace_context`): the job is then part of that trace.
     """
 
     v: int = WIRE_VERSION
@@ -71,6 +74,12 @@ class Request(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     custom_id: str | None = Field(default=None, max_length=512)
     metadata: dict[str, Any] | None = None
+
+    @field_validator("metadata")
+    @classmethod
+    def _traced(cls, metadata: dict[str, Any] | None) -> dict[str, Any] | None:
+        trace_context.carried(metadata)
+        return metadata
 
     @model_validator(mode="after")
     def _one_input(self) -> Self:

@@ -31,6 +31,8 @@ from headrace.worker.source import (
     SourceUnavailable,
     WorkerRegistry,
 )
+from headrace.worker.tags import tags
+from headrace.worker.tracing import NoTracing, Tracing
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +70,7 @@ class Feeder:
         *,
         room: Callable[[int], int],
         claim_wait: float = 0.25,
+        tracing: Tracing | None = None,
     ) -> None:
         self._ready: deque[InFlight] = deque()
         self._ready_sequences = 0
@@ -81,6 +84,7 @@ class Feeder:
         self._pulse = pulse
         self._room = room
         self._claim_wait = claim_wait
+        self._tracing = tracing or NoTracing()
         self._stopped = False
         self._changed = threading.Condition()
         self._foreign_wait = 0.0
@@ -180,13 +184,13 @@ class Feeder:
                 prepared = self._prepare(job, request, claimed_at)
         except RequestError as error:
             if self._is_foreign(error, job, request):
-                self._put_back_foreign(job, error)
+                self._put_back_foreign(job, request, error)
                 return False
-            self._reject(job, request, Failure.from_error(error))
+            self._reject(job, request, claimed_at, Failure.from_error(error))
         except Exception as error:
-            log.exception("preparing a job failed", extra={"job_id": job.job_id})
+            log.exception("preparing a job failed", extra=tags(job, request))
             message = f"the request could not be prepared: {type(error).__name__}"
-            self._reject(job, request, Failure("internal_error", message))
+            self._reject(job, request, claimed_at, Failure("internal_error", message))
         else:
             with self._changed:
                 self._ready.append(prepared)
@@ -201,9 +205,7 @@ class Feeder:
             restored = checkpoint.restore(job.checkpoint, sequences, self._serving.fingerprint)
             if restored.started_over:
                 self._metrics.checkpoints_refused.inc()
-                log.warning(
-                    "starting over: %s", restored.started_over, extra={"job_id": job.job_id}
-                )
+                log.warning("starting over: %s", restored.started_over, extra=flight.tags())
             elif restored.tokens:
                 flight.resumed_tokens = flight.saved_tokens = restored.tokens
                 self._metrics.jobs_resumed.inc()
@@ -228,9 +230,11 @@ class Feeder:
         except SourceUnavailable:
             return True
 
-    def _put_back_foreign(self, job: ClaimedJob, error: RequestError) -> None:
+    def _put_back_foreign(
+        self, job: ClaimedJob, request: schemas.Request | None, error: RequestError
+    ) -> None:
         """At the tail: at the front this worker would only claim it again."""
-        log.info("left to another worker: %s", error.code, extra={"job_id": job.job_id})
+        log.info("left to another worker: %s", error.code, extra=tags(job, request))
         self._courier.put_back([Released(job, to_front=False)])
 
     def _pause_after_foreign(self, foreign: int, claimed: int) -> None:
@@ -242,8 +246,16 @@ class Feeder:
         self._foreign_wait = min(1.0, max(0.02, 2 * self._foreign_wait))
         self._sleep(self._foreign_wait)
 
-    def _reject(self, job: ClaimedJob, request: schemas.Request | None, failure: Failure) -> None:
-        log.info("refused: %s", failure.code, extra={"job_id": job.job_id, "code": failure.code})
+    def _reject(
+        self,
+        job: ClaimedJob,
+        request: schemas.Request | None,
+        claimed_at: float,
+        failure: Failure,
+    ) -> None:
+        log.info("refused: %s", failure.code, extra=tags(job, request, code=failure.code))
+        if request is not None:
+            self._tracing.refused(job, request, claimed_at, failure)
         result = wire_result.failed_result(failure, job, request, model=self._serving.model)
         self._courier.deliver([Outcome(job, OutcomeKind.FAILED, codec.encode_result(result))])
 

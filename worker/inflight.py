@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from headrace.engine.sequence import FinishReason, Sequence, SequenceStatus
 from headrace.producer import schemas
 from headrace.worker.source import ClaimedJob
+from headrace.worker.tags import tags
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +21,10 @@ class InFlight:
     saved_tokens: int = 0
     given_up: bool = field(default=False)
     """Ended without a result of ours: cancelled, taken away, or put back."""
+
+    def tags(self, **more: object) -> dict[str, object]:
+        """What a log line says of it."""
+        return tags(self.job, self.request, **more)
 
     @property
     def num_output_tokens(self) -> int:

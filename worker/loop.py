@@ -35,6 +35,7 @@ from headrace.worker.source import (
     WorkerRegistry,
 )
 from headrace.worker.step_metrics import StepMetrics
+from headrace.worker.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class ServingLoop:
         connection: Connection | None = None,
         settings: LoopSettings = LoopSettings(),
         on_first_token: Callable[[], None] | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
         self.pulse = pulse or Pulse(600.0)
         self._engine = engine
@@ -89,7 +91,7 @@ class ServingLoop:
         self._next_expiry = 0.0
         self._steps = 0
         self._recovery = Recovery()
-        self._outcomes = Outcomes(engine, serving.model, serving.digest)
+        self._outcomes = Outcomes(engine, serving.model, serving.digest, tracing)
         self._measured = StepMetrics(metrics)
         self._unbegun: list[InFlight] = []
         self._dirty = False
@@ -113,6 +115,7 @@ class ServingLoop:
             self.pulse,
             room=self._room,
             claim_wait=settings.claim_wait,
+            tracing=tracing,
         )
 
     @property
@@ -205,7 +208,7 @@ class ServingLoop:
             self._flights.abort(flight)
             ended.append(self._fail(flight, Failure.from_error(error), OutcomeKind.FAILED))
         except Exception as error:
-            log.exception("adding a job failed", extra={"job_id": flight.job.job_id})
+            log.exception("adding a job failed", extra=flight.tags())
             self._flights.abort(flight)
             message = f"the engine could not take the request: {type(error).__name__}: {error}"
             failure = Failure("engine_error", message, retryable=True)
@@ -279,7 +282,7 @@ class ServingLoop:
                 self._lost_unseen[job.execution_id] = time.monotonic()
                 continue
             self._metrics.jobs_lost.inc()
-            log.info("given up: cancelled or taken away", extra=_tags(job))
+            log.info("given up: cancelled or taken away", extra=flight.tags())
             self._give_up(flight)
 
     def _expire(self) -> None:
@@ -395,11 +398,7 @@ class ServingLoop:
             try:
                 self._give_up(flight)
             except Exception:
-                log.exception("aborting failed", extra=_tags(flight.job))
+                log.exception("aborting failed", extra=flight.tags())
                 self._flights.leave(flight)
         log.info("put %d jobs back", len(released))
         self.courier.put_back(released)
-
-
-def _tags(job: ClaimedJob, **more: object) -> dict[str, object]:
-    return {"job_id": job.job_id, **more}

@@ -7,11 +7,12 @@ the queue, or which jobs are under way.
 import logging
 
 from headrace.engine.errors import Failure
-from headrace.producer import codec, schemas
+from headrace.producer import codec, schemas, trace_context
 from headrace.worker import wire_result
 from headrace.worker.inflight import InFlight
 from headrace.worker.serving_engine import JobEngine
 from headrace.worker.source import Outcome, OutcomeKind
+from headrace.worker.tracing import NoTracing, Tracing
 
 log = logging.getLogger(__name__)
 
@@ -19,10 +20,13 @@ log = logging.getLogger(__name__)
 class Outcomes:
     """`model`: the served name, `digest`: of what computes; both as results carry them."""
 
-    def __init__(self, engine: JobEngine, model: str, digest: str = "") -> None:
+    def __init__(
+        self, engine: JobEngine, model: str, digest: str = "", tracing: Tracing | None = None
+    ) -> None:
         self._engine = engine
         self._model = model
         self._digest = digest
+        self._tracing = tracing or NoTracing()
 
     def ended(self, flight: InFlight) -> Outcome:
         """All sequences of the job have ended."""
@@ -43,10 +47,18 @@ class Outcomes:
             )
             encoded = codec.encode_result(result)
         except Exception as error:
-            log.exception("a result could not be made", extra={"job_id": flight.job.job_id})
+            log.exception("a result could not be made", extra=flight.tags())
             message = f"the result could not be made: {type(error).__name__}"
             return self.failed(flight, Failure("internal_error", message), OutcomeKind.FAILED)
         usage = result.usage
+        self._tracing.answered(flight, result)
+        if trace_context.carried(flight.request.metadata) is not None:
+            log.info(
+                "answered: %d prompt and %d output tokens",
+                usage.prompt_tokens,
+                usage.completion_tokens,
+                extra=flight.tags(),
+            )
         return Outcome(
             flight.job, OutcomeKind.SUCCEEDED, encoded, usage.prompt_tokens, usage.completion_tokens
         )
@@ -54,8 +66,8 @@ class Outcomes:
     def failed(self, flight: InFlight, failure: Failure, kind: OutcomeKind) -> Outcome:
         """The job ends with `failure`; for RETRY the queue decides whether it gets another try."""
         flight.given_up = True
-        extra = {"job_id": flight.job.job_id, "code": failure.code}
-        log.info("failed: %s", failure.code, extra=extra)
+        log.info("failed: %s", failure.code, extra=flight.tags(code=failure.code))
+        self._tracing.failed(flight, failure)
         result: schemas.Result = wire_result.failed_result(
             failure, flight.job, flight.request, model=self._model
         )

@@ -10,11 +10,13 @@ import contextlib
 import gc
 import logging
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
 
 from headrace.engine.errors import CheckpointError, EngineError
+from headrace.worker import tracing
 from headrace.worker.coldstart import ColdStart
 from headrace.worker.config import DEFAULT_PORT, WorkerConfig
 from headrace.worker.deletion_cost import CannotPatch, DeletionCost, PodApi, cost_of
@@ -79,6 +81,9 @@ class WorkerProcess:
         self._urgent_since: float | None = None
         self._noticed = False
         self._signals = SignalBox()
+        self._tracing = tracing.from_environment(
+            os.environ, config.served_model, config.name or f"{socket.gethostname()}-{os.getpid()}"
+        )
         self._parent = ParentWatch() if config.exit_with_parent else None
         self._engine_thread = threading.Thread(target=self._engine_main, name="engine", daemon=True)
 
@@ -210,6 +215,7 @@ class WorkerProcess:
                 if released:
                     self._source.release(released)
                 self._loop.courier.stop(1.0)
+                self._tracing.stop(1.0)
             except Exception:
                 log.exception("putting back failed; the leases will lapse")
                 status = EXIT_BROKEN
@@ -229,6 +235,7 @@ class WorkerProcess:
             if left:
                 log.error("%d results could not be delivered; others will redo them", left)
                 status = status or EXIT_BROKEN
+        self._tracing.stop(2.0)
         if self._keeper is not None:
             self._keeper.stop()
         self._unregister()
@@ -354,6 +361,7 @@ class WorkerProcess:
             connection=self._connection,
             settings=config.loop,
             on_first_token=first_token,
+            tracing=self._tracing,
         )
         self._cold_start.record("total", self._cold_start.since_start())
         if not self._drain.requested:

@@ -98,7 +98,7 @@ def _explain(error: pydantic.ValidationError) -> RequestError:
     """The first finding as one RequestError; never the input itself, which may be private."""
     details = error.errors(include_url=False, include_input=False, include_context=False)
     found = next((item for item in details if item["type"] == "extra_forbidden"), details[0])
-    kind, place, message = found["type"], found["loc"], found["msg"]
+    kind, place, message = found["type"], found["loc"], found["msg"].removeprefix("Value error, ")
     if kind == "json_invalid":
         return RequestError("invalid_payload", f"the payload is not JSON: {message}")
     if kind == "model_type" and not place:
@@ -113,7 +113,7 @@ def _explain(error: pydantic.ValidationError) -> RequestError:
         message = "only text content is supported"
         return RequestError("unsupported_parameter", f"{name}: {message}", name)
     if not place:
-        return RequestError("invalid_request", message.removeprefix("Value error, "))
+        return RequestError("invalid_request", message)
     return RequestError("invalid_request", f"{name}: {message}", name)
 
 

@@ -154,7 +154,8 @@ def _custom_id(value: Any) -> str | None:
 def _refused(error: ValidationError) -> translate.Refused:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     param = ".".join(str(part) for part in first["loc"] if not _is_union_branch(part))
-    message = f"{param}: {first['msg']}" if param else first["msg"]
+    message = first["msg"].removeprefix("Value error, ")
+    message = f"{param}: {message}" if param else message
     return translate.Refused("invalid_request", _short(message, 300), param or None)
 
 

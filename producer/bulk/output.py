@@ -81,7 +81,7 @@ def _failed(failure: Failure) -> dict[str, Any]:
 
 def _answer(result: Result) -> dict[str, Any]:
     is_chat = result.object == "chat.completion"
-    return {
+    body: dict[str, Any] = {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{result.job_id}",
         "object": result.object,
         "created": result.created,
@@ -90,6 +90,9 @@ def _answer(result: Result) -> dict[str, Any]:
         "choices": [_chat_choice(c) if is_chat else _text_choice(c) for c in result.choices],
         "usage": _usage(result.usage),
     }
+    if result.metadata is not None:
+        body["metadata"] = result.metadata
+    return body
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
