@@ -79,6 +79,7 @@ class LazyGroup(click.Group):
         except ModuleNotFoundError as error:
             raise click.ClickException(_missing(cmd_name, command, error)) from error
         assert isinstance(found, click.Command)
+        _show_variables(found)
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -97,6 +98,16 @@ class LazyGroup(click.Group):
             # Whoever read our output has seen enough; Python's own flush at exit must not complain.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(1)
+
+
+def _show_variables(command: click.Command) -> None:
+    """`--help` names each option's variable, whoever wrote the command."""
+    for option in command.params:
+        if isinstance(option, click.Option):
+            option.show_envvar = True
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            _show_variables(inner)
 
 
 def _is_installed(command: _Command) -> bool:
