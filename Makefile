@@ -51,9 +51,10 @@ bench-peers: $(READY)
 kernels-aot: $(READY)
 	env -u TRITON_INTERPRET $(BIN)/python -m headrace.kernels.aot
 
-# The cross product of what `make test` covers by pairs: compiled on a GPU, else hours of interpreter.
+# The cross product of what `make test` covers by pairs, an hour and more in the interpreter.
+kernels-full: export OMP_NUM_THREADS := 1
 kernels-full: $(READY)
-	KERNELS_FULL=1 $(BIN)/python -m pytest tests/kernels
+	KERNELS_FULL=1 $(BIN)/python -m pytest tests/kernels -q -o console_output_style=classic
 
 # Everything but the promises is broken for so long; other values: SEED, FSYNC (everysec or always).
 chaos: SECONDS ?= 600

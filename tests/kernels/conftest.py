@@ -4,11 +4,18 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from kernel_support import DEVICE, empty_is_poison
+from full_run import FullRun
+from kernel_support import DEVICE, FULL, empty_is_poison
 from triton_interpreter import repair
 
 if DEVICE.type != "cuda":
     repair()
+
+
+@pytest.hookimpl(trylast=True)  # the terminal's writer is there then
+def pytest_configure(config: pytest.Config) -> None:
+    if FULL:
+        config.pluginmanager.register(FullRun(config))
 
 
 @pytest.fixture(autouse=True)

@@ -82,6 +82,7 @@ def check(weights: PackedWeights, rows: int, dtype: torch.dtype, bias: bool = Fa
 
 
 CASES = combinations(
+    in_full={"group": (32, 64, 96, 100_000), "rows": (1, 3, 20), "n": (64, 50), "k": (100, 192)},
     kind=("int2", "int3", "int4", "int8"),
     group=(32, 64, 96, 128, 100_000),
     zeros=(False, True),
@@ -102,6 +103,7 @@ def test_integers_in_groups_are_multiplied_as_their_floats(case):
 
 
 CODE_CASES = combinations(
+    in_full={"n": (64, 50), "k": (96, 320)},
     kind=("code4", "fp8"),
     group=(32, 64, 128, 100_000),
     rows=(1, 5, 40),

@@ -22,6 +22,7 @@ def make_weights(n: int, k: int, seed: int = 0) -> tuple[torch.Tensor, torch.Ten
 
 
 CASES = combinations(
+    in_full={"rows": (1, 3, 20)},
     rows=(1, 3, 16, 70),
     n=(64, 96, 192, 50),
     k=(32, 100, 576),

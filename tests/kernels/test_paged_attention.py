@@ -32,7 +32,15 @@ BATCHES = {
     "mixed": [(1, 33), (25, 25), (1, 290), (7, 71), (1, 1)],
     "empty_rows": [(1, 0), (0, 40), (5, 5), (0, 0), (1, 20)],
 }
+SMALL = {
+    "few_decodes": [(1, 17), (1, 0), (1, 70)],
+    "few_of_all": [(1, 33), (5, 5), (3, 40), (0, 7), (1, 1)],
+}
 CASES = combinations(
+    in_full={
+        "lengths": SMALL,
+        "heads": ((1, 1), (2, 2), (4, 2), (6, 2), (4, 1), (7, 1), (8, 1), (16, 1)),
+    },
     lengths=BATCHES,
     heads=((1, 1), (2, 2), (6, 2), (7, 1), (16, 1), (16, 4)),
     head_dim=(64, 80, 96, 128, 256),
@@ -49,7 +57,7 @@ MODES = {"free": {}, "three_splits": {"num_splits": 3}, "deterministic": {"deter
 def test_every_query_attends_to_its_own_past(case):
     q_heads, kv_heads = case["heads"]
     batch = paged_batch(
-        BATCHES[case["lengths"]],
+        {**BATCHES, **SMALL}[case["lengths"]],
         q_heads=q_heads,
         kv_heads=kv_heads,
         head_dim=case["head_dim"],

@@ -57,6 +57,7 @@ def assert_drawn_as_expected(logits, tokens, chosen):
 
 
 CASES = combinations(
+    in_full={"vocab": (5, 4097), "temperature": (0.0, 0.3, 2.0)},
     vocab=(1, 5, 1000, 4097, 9000),
     dtype=DTYPES,
     temperature=(0.0, 0.3, 1.0, 2.0),

@@ -55,7 +55,15 @@ BATCHES = {
     ),
     "prefix_of_several_splits": ([(1, 1100), (1, 1050), (1, 30)], [([0, 1], 1024)]),
 }
+SMALL = {
+    "few_in_two_groups": (
+        [(1, 40), (1, 70), (1, 65), (1, 33), (1, 0), (1, 17)],
+        [([1, 2], 64), ([0, 3], 32)],
+    ),
+    "few_beside_prefill": ([(1, 50), (5, 40), (1, 33)], [([0, 1, 2], 32)]),
+}
 CASES = combinations(
+    in_full={"batch": SMALL},
     batch=BATCHES,
     heads=((1, 1), (2, 2), (6, 2), (7, 1), (16, 1)),
     head_dim=(64, 80, 96, 128, 256),
@@ -74,7 +82,7 @@ MODES = {
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
 def test_sharing_the_prefix_changes_no_result(case):
-    lengths, shared = BATCHES[case["batch"]]
+    lengths, shared = {**BATCHES, **SMALL}[case["batch"]]
     q_heads, kv_heads = case["heads"]
     batch = paged_batch(
         lengths, q_heads=q_heads, kv_heads=kv_heads, head_dim=case["head_dim"],

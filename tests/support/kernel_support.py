@@ -69,16 +69,28 @@ def empty_is_poison() -> Iterator[None]:
         torch.empty, torch.empty_like = empty, empty_like
 
 
-def combinations(**axes: Iterable[Any]) -> list[dict[str, Any]]:
-    """Cases that cover every pair of values of two axes; with KERNELS_FULL=1 the cross product.
+def combinations(
+    in_full: dict[str, Iterable[Any]] | None = None, **axes: Iterable[Any]
+) -> list[dict[str, Any]]:
+    """Cases that cover every pair of values of two axes. With KERNELS_FULL=1 the cross product as
+    well, in which the axes named in `in_full` have its values instead: shapes that take the same
+    ways through a kernel in less time."""
+    pairs = _all_pairs({name: list(values) for name, values in axes.items()})
+    if not FULL:
+        return pairs
+    axes |= in_full or {}
+    product = [
+        dict(zip(axes, row, strict=True)) for row in itertools.product(*map(list, axes.values()))
+    ]
+    return [*product, *(case for case in pairs if case not in product)]
 
-    Each case starts from a pair that is still open and takes on every other axis the value that
-    closes most open pairs, the least used of them. Deterministic.
-    """
-    names = list(axes)
-    values = [list(axes[name]) for name in names]
-    if FULL or len(names) == 1:
-        return [dict(zip(names, row, strict=True)) for row in itertools.product(*values)]
+
+def _all_pairs(axes: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """Each case starts from a pair that is still open and takes on every other axis the value that
+    closes most open pairs, the least used of them. Deterministic."""
+    names, values = list(axes), list(axes.values())
+    if len(names) == 1:
+        return [{names[0]: value} for value in values[0]]
     open_pairs = {
         ((i, x), (j, y))
         for i, j in itertools.combinations(range(len(names)), 2)
