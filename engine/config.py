@@ -6,6 +6,7 @@ from typing import Literal
 from headrace.engine.errors import EngineError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+PrefillAttention = Literal["auto", "triton", "sdpa"]
 
 
 FLOAT_TYPES: dict[str, DType] = {
@@ -24,14 +25,16 @@ class EngineConfig:
     """Settings as users of vLLM know them.
 
     `device`: auto (a CUDA device if there is one), cpu, cuda or cuda:N. On CUDA `enforce_eager`
-    captures no graphs, and `async_scheduling` launches a step before the tokens of the one before
-    are read. `dtype` auto: on a CPU the checkpoint's 16-bit type where the CPU multiplies it
-    natively (avx512_bf16 or AMX), else float32; on CUDA its 16-bit type, float16 below compute
-    capability 8.0. `kv_cache_memory_bytes` None: measured. On CUDA `gpu_memory_utilization` is the
-    share of the device's memory that weights, steps and KV pool take together, on a CPU the pool's
-    share of what is free after the weights are loaded. `num_threads` None: from the CPU quota
-    (cgroup), not from the host's cores. `max_prefix_delay`: most steps a waiting sequence is held
-    back so that it finds a prefix that another one is computing now.
+    captures no graphs, `async_scheduling` launches a step before the tokens of the one before are
+    read, and `prefill_attention` says whose kernel attends long prompts: ours (triton), torch's
+    (sdpa), or the one that is faster (auto: measured at start). `dtype` auto: on a CPU the
+    checkpoint's 16-bit type where the CPU multiplies it natively (avx512_bf16 or AMX), else
+    float32; on CUDA its 16-bit type, float16 below compute capability 8.0. `kv_cache_memory_bytes`
+    None: measured. On CUDA `gpu_memory_utilization` is the share of the device's memory that
+    weights, steps and KV pool take together, on a CPU the pool's share of what is free after the
+    weights are loaded. `num_threads` None: from the CPU quota (cgroup), not from the host's cores.
+    `max_prefix_delay`: most steps a waiting sequence is held back so that it finds a prefix that
+    another one is computing now.
     `deterministic`: an answer's bits do not depend on what else is in the batch, on chunks, on the
     prefix cache, on preemption or on a resume.
     """
@@ -53,6 +56,7 @@ class EngineConfig:
     deduplicate: bool = True
     deterministic: bool = False
     enforce_eager: bool = False
+    prefill_attention: PrefillAttention = "auto"
     async_scheduling: bool = True
     tensor_parallel_size: int = 1
     num_threads: int | None = None

@@ -14,11 +14,13 @@ from headrace.engine.device_runner import DeviceRunner
 from headrace.engine.errors import EngineError
 from headrace.engine.graphs import graph_sizes
 from headrace.engine.kv.cache import allocate
+from headrace.engine.layers.prompt_attention import NEVER, copied_bytes
 from headrace.engine.layers.triton_backend import TritonBackend, TritonPlan
 from headrace.engine.loading.checkpoint import Checkpoint
 from headrace.engine.models.config import ModelConfig
 from headrace.engine.models.decoder import Decoder
-from headrace.engine.shared_prefix_crossover import NEVER, measured_crossover
+from headrace.engine.prefill_attention_choice import prompt_lengths, refusal
+from headrace.engine.shared_prefix_crossover import measured_crossover
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,12 @@ def device_runner(
             # Graphs have memory of their own, which the largest of them fills.
             graphs = 2 * len(graph_sizes(config.max_num_seqs)) * GRAPH_BYTES + widest.decode
         memory = accelerator.memory()
-        step = max(widest.prompt, widest.decode)
+        copies = 0
+        if config.prefill_attention != "triton" and refusal(model, config) is None:
+            copies = copied_bytes(
+                config.max_num_batched_tokens, max_model_len, model, backend.dtype
+            )
+        step = max(widest.prompt + copies, widest.decode)
         budget = pool_bytes(memory, config.gpu_memory_utilization, step, graphs)
         logger.info(
             "device memory: %.2f of %.2f GiB in use, a step takes up to %.2f, %.2f for graphs,"
@@ -75,6 +82,7 @@ def device_runner(
     elif accelerator.device.type == "cuda":
         backend.shared_tokens = measured_crossover(accelerator, backend, model, cache, config)
     longest = cache.longest(config, max_model_len)
+    backend.prompt_lengths = prompt_lengths(accelerator, backend, model, cache, config, longest)
     try:
         runner = DeviceRunner(
             *(config, checkpoint, decoder, backend, cache, longest, backend.dtype, accelerator)

@@ -23,12 +23,17 @@ from headrace.engine.graphs import CUDAGraphRunner, GraphReport, graph_sizes
 from headrace.engine.input_batch import StepInputs
 from headrace.engine.kv.cache import KVCache
 from headrace.engine.layers.backend import AttentionMetadata, SharedPrefix
+from headrace.engine.layers.prompt_attention import (
+    NEVER,
+    PromptLengths,
+    StepRows,
+    divide,
+)
 from headrace.engine.layers.triton_backend import TritonBackend, TritonPlan, prefix_arrays
 from headrace.engine.loading.checkpoint import Checkpoint
 from headrace.engine.models.decoder import Decoder
 from headrace.engine.runner import FinishedStep, ModelRunner, RunnerInfo
 from headrace.engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from headrace.engine.shared_prefix_crossover import NEVER
 from headrace.engine.step_buffers import Array, OutputBuffer, Stage, StepBuffer, StepOutputs
 from headrace.kernels.shared_prefix_attention import PrefixGroups
 
@@ -43,7 +48,8 @@ _TABLE_STEP = 16  # widths of block tables: few, so that few variants of a kerne
 @dataclass(frozen=True, slots=True)
 class _Launch:
     """A step as the device will see it. `size`: rows with padding; `graph`: replay the captured
-    one; `decode`: every row has one token, the last one; `longest`: tokens of the longest row."""
+    one; `decode`: every row has one token, the last one; `attention`: whose kernel takes which row;
+    `longest`: tokens of the longest row."""
 
     stage: Stage
     arrays: dict[str, Tensor]
@@ -55,7 +61,7 @@ class _Launch:
     decode: bool
     num_groups: int
     num_members: int
-    longest_query: int
+    attention: StepRows
     longest: int
     longest_prefix: int
 
@@ -112,6 +118,7 @@ class DeviceRunner(ModelRunner):
         self._max_rows = rows
         self._deterministic = config.deterministic
         self._shared_tokens = backend.shared_tokens
+        self._prompt_lengths = backend.prompt_lengths
         self._fresh: list[NewRow] = []
         # One row more than sequences: padding reads and writes that one and the dummy block.
         width = -(-max_model_len // cache.block_size)
@@ -148,6 +155,8 @@ class DeviceRunner(ModelRunner):
             attention += ", fixed splits"
         elif self._shared_tokens < NEVER:
             attention += f", shared prefixes read once from {self._shared_tokens} tokens a row on"
+        if self._prompt_lengths != PromptLengths():
+            attention += f", {self._prompt_lengths}"
         matmul = "batch-invariant Triton" if self._deterministic else "cuBLAS"
         if self._accelerator.device.type == "cpu":
             matmul = "batch-invariant Triton" if self._deterministic else "torch on the CPU"
@@ -200,11 +209,12 @@ class DeviceRunner(ModelRunner):
         decode = count == num_tokens == num_sampled
         graph_size = self._graphs.size_for(count) if decode and self._graphs is not None else None
         size = graph_size or count
+        rows = divide(attention.query_starts, attention.context_lens, self._prompt_lengths)
         stage = self._buffer.begin()
         host = stage.host
         host["slots"][:count] = inputs.row_slots
         host["query_starts"][: count + 1] = attention.query_starts
-        host["context_lens"][:count] = attention.context_lens
+        host["context_lens"][:count] = rows.context_lens
         arrays = self._row_arrays(inputs)
         if decode:
             host["positions"][:count] = attention.positions
@@ -226,7 +236,7 @@ class DeviceRunner(ModelRunner):
             decode=decode,
             num_groups=groups[0],
             num_members=groups[1],
-            longest_query=int(np.diff(attention.query_starts).max()),
+            attention=rows,
             longest=int(attention.context_lens.max()),
             longest_prefix=groups[2],
         )
@@ -351,9 +361,10 @@ class DeviceRunner(ModelRunner):
             query_starts=fields["query_starts"][: launch.rows + 1],
             context_lens=fields["context_lens"][: launch.rows],
             block_tables=self._tables_of(fields["slots"][: launch.rows], launch.longest),
-            max_query_len=launch.longest_query,
-            max_context_len=launch.longest,
+            max_query_len=launch.attention.longest_query,
+            max_context_len=launch.attention.longest,
             groups=self._groups(launch),
+            prompts=launch.attention.prompts,
         )
         return self._decoder.hidden(token_ids, self._cache.layers, plan, arrays["output_rows"])
 

@@ -16,13 +16,13 @@ from headrace.engine.accelerator import Accelerator
 from headrace.engine.config import EngineConfig
 from headrace.engine.kv.cache import KVCache
 from headrace.engine.layers.backend import LayerKV
+from headrace.engine.layers.prompt_attention import NEVER
 from headrace.engine.layers.triton_backend import TritonBackend, TritonPlan
 from headrace.engine.models.config import ModelConfig
 from headrace.kernels.shared_prefix_attention import PrefixGroups
 
 logger = logging.getLogger(__name__)
 
-NEVER = 1 << 30
 LENGTHS = (128, 256, 512, 1024, 2048)
 _ROWS = 64
 _OWN_BLOCKS = 4  # of each row, behind the prefix

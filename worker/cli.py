@@ -106,6 +106,13 @@ _LOOP = LoopSettings()
     help="An answer does not depend on what else is in the batch; slower.",
 )
 @option("--enforce-eager", env="ENFORCE_EAGER", is_flag=True, help="No CUDA graphs.")
+@option(
+    "--prefill-attention",
+    env="PREFILL_ATTENTION",
+    type=click.Choice(["auto", "triton", "sdpa"]),
+    default=_ENGINE.prefill_attention,
+    help="Whose kernel attends long prompts on a GPU, ours or torch's; auto: measured at start.",
+)
 @option("--num-threads", env="NUM_THREADS", type=click.IntRange(1), help="CPU threads.")
 @option(
     "--look-ahead",
@@ -192,6 +199,7 @@ def make_config(chosen: dict[str, Any]) -> WorkerConfig:
         enable_prefix_caching=chosen["prefix_caching"],
         deterministic=chosen["deterministic"],
         enforce_eager=chosen["enforce_eager"],
+        prefill_attention=chosen["prefill_attention"],
         num_threads=chosen["num_threads"],
     )
     same = (

@@ -17,6 +17,12 @@ from torch import Tensor
 
 from headrace.engine.errors import EngineError
 from headrace.engine.layers.backend import AttentionMetadata, HeadNorms, LayerKV, SharedPrefix
+from headrace.engine.layers.prompt_attention import (
+    PromptLengths,
+    PromptRow,
+    attend_prompts,
+    divide,
+)
 from headrace.engine.layers.rope import rope_table
 from headrace.engine.models.config import ModelConfig
 from headrace.engine.quant.kv import is_quantized
@@ -40,7 +46,8 @@ class TritonPlan:
     `context_lens` int32 [rows], 0 for a padding row; `block_tables` int32 [rows, width].
 
     `max_query_len` and `max_context_len` bound every row of this step (in a captured graph, of
-    every replay).
+    every replay), but for `prompts`: these rows are torch's own attention's and have a context of 0
+    here. A `max_query_len` of 0: there are no others.
     """
 
     positions: Tensor
@@ -51,6 +58,7 @@ class TritonPlan:
     max_query_len: int
     max_context_len: int
     groups: PrefixGroups | None = None
+    prompts: tuple[PromptRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +86,7 @@ class TritonBackend:
         self.dtype = dtype
         self.deterministic = deterministic
         self.shared_tokens = SHARED_TOKENS
+        self.prompt_lengths = PromptLengths()
         self._config = config
         self._device = device
         self._scale = config.head_dim**-0.5
@@ -119,11 +128,11 @@ class TritonBackend:
         """Copies a step's arrays to the device and waits for it; a runner that must not wait
         builds its plan itself."""
         device = self._device
-        lengths = np.diff(metadata.query_starts)
+        rows = divide(metadata.query_starts, metadata.context_lens, self.prompt_lengths)
         groups = None
         if not self.deterministic:
             found = prefix_arrays(
-                metadata.prefixes, len(lengths), metadata.block_size, self.shared_tokens
+                metadata.prefixes, len(rows.context_lens), metadata.block_size, self.shared_tokens
             )
             if found is not None:
                 offsets, members, lens = (torch.from_numpy(part).to(device) for part in found[:3])
@@ -132,11 +141,12 @@ class TritonBackend:
             positions=torch.from_numpy(metadata.positions).to(device),
             slots=torch.from_numpy(metadata.slots).to(device),
             query_starts=torch.from_numpy(metadata.query_starts).to(device),
-            context_lens=torch.from_numpy(metadata.context_lens).to(device),
+            context_lens=torch.from_numpy(rows.context_lens).to(device),
             block_tables=torch.from_numpy(np.ascontiguousarray(metadata.block_tables)).to(device),
-            max_query_len=int(lengths.max()),
-            max_context_len=int(metadata.context_lens.max()),
+            max_query_len=rows.longest_query,
+            max_context_len=rows.longest,
             groups=groups,
+            prompts=rows.prompts,
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -168,7 +178,9 @@ class TritonBackend:
         return query
 
     def attention(self, query: Tensor, kv: LayerKV, plan: TritonPlan, window: int | None) -> Tensor:
-        if plan.groups is not None and window is None:
+        if not plan.max_query_len:
+            out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        elif plan.groups is not None and window is None:
             out = shared_prefix_attention(
                 *(query, kv.key, kv.value, plan.block_tables, plan.query_starts),
                 plan.context_lens,
@@ -187,6 +199,8 @@ class TritonBackend:
                 window=window,
                 deterministic=self.deterministic,
             )
+        if plan.prompts:
+            attend_prompts(query, kv, plan.block_tables, plan.prompts, self._scale, out)
         return out.flatten(1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:

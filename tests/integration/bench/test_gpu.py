@@ -16,7 +16,7 @@ FIGURES = {
     "large": 1,
     "small": 2,
     "prefix": 3,
-    "kernels": 9,
+    "kernels": 11,
     "transformers": 3,
     "queue": 3,
     "deterministic": 1,

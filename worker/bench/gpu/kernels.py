@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from headrace.engine.layers.backend import LayerKV
+from headrace.engine.layers.prompt_attention import PromptRow, attend_prompts
 from headrace.kernels.batch_invariant_matmul import batch_invariant_matmul
 from headrace.kernels.gated_activation import silu_and_mul
 from headrace.kernels.paged_attention import paged_attention
@@ -71,7 +73,7 @@ class Bench:
 
 def run(where: Device, record: Record) -> None:
     bench = Bench(where, record)
-    for item in (_norms, _gate, _decode, _prefill, _shared_prefix, _matmul, _sampling):
+    for item in (_norms, _gate, _decode, _prefill, _prompts, _shared_prefix, _matmul, _sampling):
         item(bench)
         where.released()
 
@@ -165,6 +167,26 @@ def _prefill(bench: Bench) -> None:
         "SDPA, causal",
         operations=2.0 * rows * heads * keys * keys * dim,
     )
+
+
+def _prompts(bench: Bench) -> None:
+    """The two ways between which the engine chooses when it starts: a prompt, and a chunk of one
+    with context in the cache before it; torch's with the copy of the blocks that it needs."""
+    shapes = ((40, 40), (8, 40)) if bench.where.tiny else ((2048, 2048), (2048, 8192))
+    for queries, keys in shapes:
+        paged, _ = _paged(bench, 1, keys, queries)
+        q: torch.Tensor = paged["q"]
+        _, heads, dim = q.shape
+        kv = LayerKV(paged["k_cache"], paged["v_cache"])
+        rows = (PromptRow(row=0, start=0, end=queries, keys=keys),)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        bench.compare(
+            f"prompt {queries} of {keys} keys",
+            partial(paged_attention, **paged),
+            partial(attend_prompts, q, kv, paged["block_tables"], rows, dim**-0.5, out),
+            "blocks copied, SDPA",
+            operations=4.0 * heads * dim * queries * (keys - queries / 2),
+        )
 
 
 def _shared_prefix(bench: Bench) -> None:
