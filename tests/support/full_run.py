@@ -1,6 +1,8 @@
-"""Progress of a test run that takes an hour, as lines of a log: a line a minute in the place of a
-dot a case, and at the end how many cases of each file ended how."""
+"""A test run that takes an hour: its cases in a mixed order, so that a run that is cut has seen
+some of all, and its progress as lines of a log, one a minute in the place of a dot a case; at the
+end, how many cases of each file ended how."""
 
+import random
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,8 +19,11 @@ class FullRun:
         self._out = config.get_terminal_writer()
         self._total = 0
         self._outcomes: dict[str, Counter[str]] = {}
-        self._seconds: Counter[str] = Counter()
+        self._seconds: dict[str, float] = {}
         self._started = self._said = time.monotonic()
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        random.Random(0).shuffle(items)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._total = len(session.items)
@@ -29,18 +34,18 @@ class FullRun:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = Path(report.location[0]).name
-        self._seconds[file] += report.duration
+        self._seconds[file] = self._seconds.get(file, 0.0) + report.duration
         if report.when == "call" or not report.passed:
             self._outcomes.setdefault(file, Counter())[report.outcome] += 1
         if time.monotonic() - self._said >= _EVERY:
             done = sum(outcomes.total() for outcomes in self._outcomes.values())
             self._say(
                 f"{done:,} of {self._total:,} cases ({done / self._total:.0%}),"
-                f" {self._count('failed')} failed; now {file}"
+                f" {self._count('failed')} failed"
             )
 
     def pytest_terminal_summary(self) -> None:
-        for file, outcomes in self._outcomes.items():
+        for file, outcomes in sorted(self._outcomes.items()):
             ended = ", ".join(f"{count:,} {outcome}" for outcome, count in outcomes.items())
             self._say(f"{file}: {ended}, {self._seconds[file] / 60:.1f} min")
         self._say(
