@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from headrace.engine.planner import catalog
+from headrace.engine.planner.blocks import about_blocks
 from headrace.engine.planner.candidates import Candidate, Options, candidates
 from headrace.engine.planner.memory import WEIGHTS_SHARE
 from headrace.engine.planner.prices import PRICES_DATE
@@ -117,6 +118,7 @@ def recommend(
     where = pick_market(best, options, market)
     reasons = [rule[0].upper() + rule[1:] + "."]
     reasons.append(_check_70_30(best))
+    reasons.extend(about_blocks(model, best))
     reasons.append(_time_and_cost(best, options, where))
     reasons.extend(f"{n[0].upper()}{n[1:]}." for n in best.notes if "not yet" not in n)
     reasons.extend(_today(best, [c[0] for c in chosen], options, market))

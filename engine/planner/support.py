@@ -11,6 +11,9 @@ TENSOR_PARALLEL = False
 VENDORS = frozenset({"cpu"})
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _GROUPS = (0, 32, 64, 128)
+FLOATS_UP_TO = 1 << 30
+"""Bytes of float32 weights up to which a GGUF file is run as floats unless `gguf` is asked for
+(`engine.quant.choose.PACKED_ABOVE`, which needs torch)."""
 FREES_OUTSIDE_WINDOWS = False
 """Whether KV that a sliding window has passed is given back."""
 
@@ -34,6 +37,8 @@ def not_runnable(
         missing.append("tensor parallelism is not yet runnable")
     if not runs_scheme(scheme):
         missing.append(f"{scheme.name} weights are not yet runnable")
+    elif scheme.kind == "gguf" and scheme.bits < 16 and not card.is_cpu:
+        missing.append(f"GGUF blocks are not yet multiplied on {card.name} (int8, int4-g32 are)")
     if shape.model_type not in MODEL_TYPES:
         missing.append(f"{shape.model_type} models are not yet runnable")
     short = min((w for w in shape.windows if w is not None), default=length)

@@ -4,8 +4,8 @@ import pytest
 
 from headrace.engine.errors import EngineError
 from headrace.engine.planner.schemes import parse_scheme
-from headrace.engine.planner.support import runs_scheme
-from headrace.engine.quant.choose import load_time_method
+from headrace.engine.planner.support import FLOATS_UP_TO, runs_scheme
+from headrace.engine.quant.choose import PACKED_ABOVE, load_time_method
 
 NAMES = (
     *("int8", "int8-dynamic", "nf4", "nf4-double", "fp4", "bnb-int8"),
@@ -28,3 +28,7 @@ def test_what_the_engine_lacks_is_not_called_runnable() -> None:
     assert not runs_scheme(parse_scheme("int2-g64"))
     with pytest.raises(EngineError, match="'int2-g64' is not supported"):
         load_time_method("int2-g64")
+
+
+def test_both_know_from_where_on_a_file_s_blocks_stay_packed() -> None:
+    assert FLOATS_UP_TO == PACKED_ABOVE
