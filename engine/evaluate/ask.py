@@ -14,10 +14,10 @@ from headrace.engine.batch import ScheduledBatch
 from headrace.engine.engine import Engine
 from headrace.engine.errors import RequestError
 from headrace.engine.evaluate.answers import Answer
+from headrace.engine.evaluate.loaded import Loaded
 from headrace.engine.evaluate.questions import Question
 from headrace.engine.evaluate.score import Score
-from headrace.engine.evaluate.scorers import Choice
-from headrace.engine.runner import ModelRunner
+from headrace.engine.evaluate.scorers import Choice, Scorer
 from headrace.engine.sampling_params import SamplingParams
 from headrace.engine.sequence import FinishReason
 from headrace.engine.sequence import Sequence as EngineSequence
@@ -35,19 +35,21 @@ class Asked:
 
 
 def ask(
-    engine: Engine, questions: Sequence[Question], progress: Progress = lambda _: None
+    loaded: Loaded, questions: Sequence[Question], progress: Progress = lambda _: None
 ) -> Asked:
     """One answer a question, in their order. `progress` is told how many are done."""
+    engine = loaded.engine
     answers: dict[str, Answer] = {}
     for question in questions:
         if isinstance(question.scorer, Choice):
-            answers[question.id] = _choose(engine, question, question.scorer)
+            answers[question.id] = _choose(loaded, question, question.scorer)
             progress(len(answers))
     started = time.perf_counter()
-    running: dict[int, Question] = {}
+    running: dict[int, tuple[Question, Scorer]] = {}
     ended: list[int] = []
     for question in questions:
-        if isinstance(question.scorer, Choice):
+        scorer = question.scorer
+        if isinstance(scorer, Choice):
             continue
         params = SamplingParams(temperature=0.0, max_tokens=question.max_tokens)
         try:
@@ -56,14 +58,14 @@ def ask(
         except RequestError as error:
             answers[question.id] = _failed(question, error.message)
         else:
-            running[seq.seq_id] = question
+            running[seq.seq_id] = question, scorer
     tokens = 0
     while engine.has_unfinished:
         for seq in engine.step().finished:
-            question = running.pop(seq.seq_id)
+            question, scorer = running.pop(seq.seq_id)
             ended.append(seq.seq_id)
             tokens += len(seq.output_token_ids)
-            answers[question.id] = _scored(question, seq)
+            answers[question.id] = _scored(question, scorer, seq)
         progress(len(answers))
     seconds = time.perf_counter() - started
     # The scheduler names ended rows in its next batch, and there is none.
@@ -86,12 +88,11 @@ def prompt_ids(engine: Engine, question: Question) -> list[int]:
     return ids
 
 
-def _scored(question: Question, seq: EngineSequence) -> Answer:
+def _scored(question: Question, scorer: Scorer, seq: EngineSequence) -> Answer:
     if seq.finish_reason is FinishReason.FAILED:
         return _failed(question, seq.failure.message if seq.failure else "no reason given")
-    assert not isinstance(question.scorer, Choice)
     reason = seq.finish_reason.value if seq.finish_reason else ""
-    score = question.scorer.score(seq.text)
+    score = scorer.score(seq.text)
     ids = tuple(seq.output_token_ids)
     return Answer(question.id, question.category, score, seq.text, ids, reason)
 
@@ -101,11 +102,11 @@ def _failed(question: Question, message: str) -> Answer:
     return Answer(question.id, question.category, score, failure=message)
 
 
-def _choose(engine: Engine, question: Question, choice: Choice) -> Answer:
+def _choose(loaded: Loaded, question: Question, choice: Choice) -> Answer:
     try:
-        prompt = prompt_ids(engine, question)
+        prompt = prompt_ids(loaded.engine, question)
         logprobs = [
-            continuation_logprob(engine, prompt, engine.tokenizer.encode(text, False))
+            continuation_logprob(loaded, prompt, loaded.engine.tokenizer.encode(text, False))
             for text in choice.choices
         ]
     except RequestError as error:
@@ -116,19 +117,17 @@ def _choose(engine: Engine, question: Question, choice: Choice) -> Answer:
     return Answer(question.id, question.category, score, text)
 
 
-def continuation_logprob(engine: Engine, prompt: list[int], continuation: list[int]) -> float:
+def continuation_logprob(loaded: Loaded, prompt: list[int], continuation: list[int]) -> float:
     """Natural-log probability that the model goes on after `prompt` with exactly `continuation`."""
-    runner = engine.runner
-    assert isinstance(runner, ModelRunner)
+    longest = loaded.engine.limits.max_model_len
     tokens = [*prompt, *continuation]
-    if len(tokens) > engine.limits.max_model_len:
+    if len(tokens) > longest:
         raise RequestError(
             "prompt_too_long",
-            f"question and choice have {len(tokens)} tokens, the model takes"
-            f" {engine.limits.max_model_len}",
+            f"question and choice have {len(tokens)} tokens, the model takes {longest}",
         )
     total, position = 0.0, len(prompt)
-    for logits in runner.logits_in_chunks(tokens[:-1], first=len(prompt) - 1):
+    for logits in loaded.runner.logits_in_chunks(tokens[:-1], first=len(prompt) - 1):
         wanted = torch.tensor(tokens[position : position + len(logits)], device=logits.device)
         logprobs = torch.log_softmax(logits.double(), dim=-1)
         total += float(logprobs.gather(1, wanted[:, None]).sum())

@@ -5,15 +5,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.engine import Engine
 from headrace.engine.evaluate.answers import Answer
 from headrace.engine.evaluate.ask import ask
+from headrace.engine.evaluate.loaded import Loaded
 from headrace.engine.evaluate.process_memory import give_back, peak_memory
 from headrace.engine.evaluate.questions import Question
 from headrace.engine.evaluate.text import Distance, TextReader, TextScore
 from headrace.engine.evaluate.variant import Variant
 from headrace.engine.models.decoder import WeightMemory
-from headrace.engine.runner import ModelRunner
 
 Progress = Callable[[str, int, int], None]
 """What is done, how much of it, of how much."""
@@ -69,20 +68,19 @@ def measure(
     """
     with peak_memory() as peak:
         started = time.perf_counter()
-        engine = Engine.load(variant.config(machine))
-        runner = engine.runner
-        assert isinstance(runner, ModelRunner)
+        loaded = Loaded.load(variant.config(machine))
+        runner = loaded.runner
         runner.warm_up()
         load_seconds = time.perf_counter() - started
         total = len(questions)
-        asked = ask(engine, questions, lambda done: progress(variant.label, done, total))
+        asked = ask(loaded, questions, lambda done: progress(variant.label, done, total))
     text = distance = None
     if reader is not None:
         progress(f"{variant.label}: text", total, total)
         if first:
-            text = reader.first(engine)
+            text = reader.first(loaded)
         else:
-            text, distance = reader.second(engine)
+            text, distance = reader.second(loaded)
     cost = Cost(
         load_seconds=load_seconds,
         seconds=asked.seconds,
@@ -101,6 +99,6 @@ def measure(
         text,
         distance,
     )
-    del engine, runner
+    del loaded, runner
     give_back()
     return measured

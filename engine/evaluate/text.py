@@ -12,9 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.engine.engine import Engine
 from headrace.engine.evaluate.errors import EvaluateError
-from headrace.engine.runner import ModelRunner
+from headrace.engine.evaluate.loaded import Loaded
 
 DEFAULT = Path(__file__).with_name("data") / "text.txt"
 WINDOW = 512
@@ -72,29 +71,29 @@ class TextReader:
     def _kept(self) -> Path:
         return self.folder / "logprobs.float32"
 
-    def first(self, engine: Engine) -> TextScore:
+    def first(self, loaded: Loaded) -> TextScore:
         """Score the text and keep the model's log-probabilities."""
-        self._windows = windows(engine, self.text, self.tokens)
-        self._width = _runner(engine).vocab_size
+        self._windows = windows(loaded, self.text, self.tokens)
+        self._width = loaded.runner.vocab_size
         nll = 0.0
         with self._kept.open("wb") as file:
-            for logprobs, targets in self._read(engine, self._windows):
+            for logprobs, targets in self._read(loaded, self._windows):
                 logprobs.cpu().numpy().tofile(file)
                 nll -= _chosen(logprobs, targets)
-        return self._score(engine, nll, self._windows)
+        return self._score(loaded, nll, self._windows)
 
-    def second(self, engine: Engine) -> tuple[TextScore, Distance | None]:
+    def second(self, loaded: Loaded) -> tuple[TextScore, Distance | None]:
         """Score the text and compare with what `first` kept; no distance between models whose
         tokens differ."""
-        own = windows(engine, self.text, self.tokens)
-        width = _runner(engine).vocab_size
+        own = windows(loaded, self.text, self.tokens)
+        width = loaded.runner.vocab_size
         if own != self._windows or self._width != width:
-            nll = sum(-_chosen(*pair) for pair in self._read(engine, own))
-            return self._score(engine, nll, own), None
+            nll = sum(-_chosen(*pair) for pair in self._read(loaded, own))
+            return self._score(loaded, nll, own), None
         nll, same = 0.0, 0
         divergences = []
         with self._kept.open("rb") as file:
-            for logprobs, targets in self._read(engine, own):
+            for logprobs, targets in self._read(loaded, own):
                 nll -= _chosen(logprobs, targets)
                 ours = logprobs.cpu()
                 kept = np.fromfile(file, np.float32, ours.numel())
@@ -109,28 +108,27 @@ class TextReader:
             kl_max=float(found.max()),
             top_agreement=same / len(found),
         )
-        return self._score(engine, nll, own), distance
+        return self._score(loaded, nll, own), distance
 
-    def _read(self, engine: Engine, own: list[list[int]]) -> Iterator[tuple[Tensor, list[int]]]:
-        runner = _runner(engine)
+    def _read(self, loaded: Loaded, own: list[list[int]]) -> Iterator[tuple[Tensor, list[int]]]:
         for window in own:
             position = 1
-            for logits in runner.logits_in_chunks(window[:-1], _CHUNK):
+            for logits in loaded.runner.logits_in_chunks(window[:-1], _CHUNK):
                 yield torch.log_softmax(logits, dim=-1), window[position : position + len(logits)]
                 position += len(logits)
 
-    def _score(self, engine: Engine, nll: float, own: list[list[int]]) -> TextScore:
+    def _score(self, loaded: Loaded, nll: float, own: list[list[int]]) -> TextScore:
         scored = [token for window in own for token in window[1:]]
-        num_bytes = sum(len(engine.tokenizer.text_bytes(token)) for token in scored)
+        num_bytes = sum(len(loaded.engine.tokenizer.text_bytes(token)) for token in scored)
         return TextScore(nll, len(scored), num_bytes)
 
 
-def windows(engine: Engine, text: str, limit: int) -> list[list[int]]:
+def windows(loaded: Loaded, text: str, limit: int) -> list[list[int]]:
     """The text's first `limit` tokens in pieces that fit the model. Raises EvaluateError."""
-    tokenizer = engine.tokenizer
+    tokenizer = loaded.engine.tokenizer
     ids: list[int] = tokenizer.encode(text, False)[:limit]
     start = [tokenizer.bos_token_id] if tokenizer.adds_bos else []
-    step = min(WINDOW, engine.limits.max_model_len) - len(start)
+    step = min(WINDOW, loaded.engine.limits.max_model_len) - len(start)
     found = [[*start, *ids[i : i + step]] for i in range(0, len(ids), step)]
     found = [window for window in found if len(window) > 1]
     if not found:
@@ -161,8 +159,3 @@ def read_text(path: Path) -> str:
 def _chosen(logprobs: Tensor, targets: Sequence[int]) -> float:
     wanted = torch.tensor(targets, device=logprobs.device)[:, None]
     return float(logprobs.gather(1, wanted).double().sum())
-
-
-def _runner(engine: Engine) -> ModelRunner:
-    assert isinstance(engine.runner, ModelRunner)
-    return engine.runner

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headrace.engine.quant.native import kernel
+from headrace.engine.quant.native import kernel, needed
 from headrace.engine.quant.panels import PANEL, TILE_ROWS, block_rows
 
 _FOUR = 4
@@ -48,8 +48,7 @@ def multiply_int8_panels(
     weights: Int8Panels, bias: Tensor | None, x: Tensor, scales: Tensor
 ) -> Tensor:
     """x uint8 [rows, in] with one scale a row, times the weights, plus bias: [rows, out]."""
-    run = kernel("int8_panel_kernels", "multiply_int8_panels")
-    assert run is not None
+    run = needed("int8_panel_kernels", "multiply_int8_panels")
     rows, size = x.shape
     out = weights.out_features
     y = torch.empty(rows, out)

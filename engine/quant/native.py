@@ -1,5 +1,6 @@
 """Compiled kernels for quantized weights and activations: compiled on first use, run on torch's own
-threads. Where numba is missing, `kernel` returns None and methods compute in plain torch.
+threads. Where numba is missing, `kernel` returns None and methods compute in plain torch; weights
+that were laid out for a kernel are multiplied by the one that `needed` gives.
 """
 
 import functools
@@ -11,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from headrace.engine.errors import EngineError
 from headrace.engine.layers.openmp import Launch, launcher
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,17 @@ def kernel(module: str, name: str) -> Kernel | None:
         _launch(torch.get_num_threads())(compiled.address, address + 16)
 
     return run
+
+
+def needed(module: str, name: str) -> Kernel:
+    """The same for weights that only this kernel reads. EngineError: it does not run here."""
+    found = kernel(module, name)
+    if found is None:
+        raise EngineError(
+            f"weights are laid out for the compiled kernel {name}, which needs numba and does not"
+            " run with HEADRACE_BACKEND=torch; load the model again"
+        )
+    return found
 
 
 @functools.cache

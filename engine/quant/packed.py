@@ -8,7 +8,7 @@ kernels unpack where numba is installed; elsewhere each format unpacks in plain 
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -37,7 +37,7 @@ class PackedMatrix(Protocol):
 
     @property
     def kernel(self) -> tuple[str, str]:
-        """Module and prefix of the compiled `fill` and `few`."""
+        """Module and prefix of the compiled `Loops`."""
         ...
 
     def fields(self) -> Sequence[int]:
@@ -54,14 +54,22 @@ class PackedMatrix(Protocol):
         ...
 
 
+class Loops(NamedTuple):
+    """A format's compiled kernels: `fill` unpacks rows, `few` multiplies few rows by each."""
+
+    fill: Kernel
+    few: Kernel
+
+
 def multiply(matrix: PackedMatrix | DeviceMatrix, bias: Tensor | None, x: Tensor) -> Tensor:
     """x [rows, in_features] times the transposed matrix plus bias (float32), in x's dtype;
     computed in float32."""
     if isinstance(matrix, DeviceMatrix):
         return matrix.multiply(bias, x)
     wide = x.float().contiguous()
-    if _compiled(matrix, "fill") is not None and len(wide) <= _FEW:
-        return _multiply_few(matrix, bias, wide).to(x.dtype)
+    loops = _compiled(matrix)
+    if loops is not None and len(wide) <= _FEW:
+        return _multiply_few(loops.few, matrix, bias, wide).to(x.dtype)
     y = torch.empty(len(wide), matrix.out_features, device=x.device)
     step = max(64, _TILE_FLOATS // matrix.in_features // 16 * 16)
     for first in range(0, matrix.out_features, step):
@@ -75,9 +83,11 @@ def multiply(matrix: PackedMatrix | DeviceMatrix, bias: Tensor | None, x: Tensor
 
 def unpacked(matrix: PackedMatrix, first: int, last: int) -> Tensor:
     """Rows [first, last) as float32; the next call overwrites them."""
-    run = _compiled(matrix, "fill")
-    if run is None:
-        return matrix.unpack(first, last)
+    loops = _compiled(matrix)
+    return matrix.unpack(first, last) if loops is None else _fill(loops.fill, matrix, first, last)
+
+
+def _fill(run: Kernel, matrix: PackedMatrix, first: int, last: int) -> Tensor:
     stride = matrix.in_features + -matrix.in_features % _BLOCK
     scratch = _scratch((last - first) * stride)
     fields = _as_array(matrix)
@@ -102,10 +112,8 @@ def whole(matrix: PackedMatrix | DeviceMatrix) -> Tensor:
     return matrix.unpack(0, matrix.out_features)
 
 
-def _multiply_few(matrix: PackedMatrix, bias: Tensor | None, x: Tensor) -> Tensor:
+def _multiply_few(run: Kernel, matrix: PackedMatrix, bias: Tensor | None, x: Tensor) -> Tensor:
     y = torch.empty(len(x), matrix.out_features)
-    run = _compiled(matrix, "few")
-    assert run is not None
     stride = matrix.in_features + -matrix.in_features % _BLOCK
     scratch = _scratch(stride * torch.get_num_threads())
     fields = _as_array(matrix)
@@ -116,28 +124,29 @@ def _multiply_few(matrix: PackedMatrix, bias: Tensor | None, x: Tensor) -> Tenso
     return y
 
 
-def _compiled(matrix: PackedMatrix, loop: str) -> Kernel | None:
+def _compiled(matrix: PackedMatrix) -> Loops | None:
+    """None: there are none here, or they are not to be trusted."""
     module, prefix = matrix.kernel
-    run = kernel(module, f"{prefix}_{loop}")
-    if run is None:
+    fill, few = kernel(module, f"{prefix}_fill"), kernel(module, f"{prefix}_few")
+    if fill is None or few is None:
         return None
+    loops = Loops(fill, few)
     if matrix.kernel not in _TRUSTED:
-        _TRUSTED[matrix.kernel] = True
-        _TRUSTED[matrix.kernel] = _unpacks_rightly(matrix)
-    return run if _TRUSTED[matrix.kernel] else None
+        _TRUSTED[matrix.kernel] = _unpacks_rightly(loops, matrix)
+    return loops if _TRUSTED[matrix.kernel] else None
 
 
 _TRUSTED: dict[tuple[str, str], bool] = {}
 
 
-def _unpacks_rightly(matrix: PackedMatrix) -> bool:
+def _unpacks_rightly(loops: Loops, matrix: PackedMatrix) -> bool:
     """Whether this machine's compiled kernels do as plain torch does, tried on a few rows."""
     rows = min(8, matrix.out_features)
     expected = matrix.unpack(0, rows)
     x = torch.linspace(-1, 1, matrix.in_features)[None]
-    products = _multiply_few(matrix, None, x)[:, :rows]
+    products = _multiply_few(loops.few, matrix, None, x)[:, :rows]
     if torch.allclose(
-        unpacked(matrix, 0, rows), expected, rtol=1e-5, atol=1e-6, equal_nan=True
+        _fill(loops.fill, matrix, 0, rows), expected, rtol=1e-5, atol=1e-6, equal_nan=True
     ) and torch.allclose(products, x @ expected.T, rtol=1e-3, atol=1e-3, equal_nan=True):
         return True
     logger.error(

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headrace.engine.quant.native import kernel
+from headrace.engine.quant.native import kernel, needed
 
 PANEL = 48
 TILE_ROWS = 8
@@ -32,8 +32,7 @@ def in_panels(weight: Tensor) -> Tensor:
 
 def multiply_panels(panels: Tensor, start: Tensor, x: Tensor) -> Tensor:
     """start + x @ weight.T of a weight in panels: start [out], x [rows, in], all float32."""
-    run = kernel("panel_kernels", "multiply_panels")
-    assert run is not None
+    run = needed("panel_kernels", "multiply_panels")
     x = x.contiguous()
     rows, size = x.shape
     out = len(start)

@@ -21,12 +21,23 @@ _PACKED_ROWS = 64  # the row count that oneDNN's layout is chosen for; any count
 
 @dataclass(frozen=True, slots=True)
 class PlainWeights:
-    """`weight` [out, in] in rows; in oneDNN's layout, which only its own matmul reads; or in panels
-    (`quant.panels`), with a bias always."""
+    """`weight` [out, in] in rows, or in oneDNN's layout, which only its own matmul reads."""
 
     weight: Tensor
     bias: Tensor | None
-    layout: Literal["rows", "onednn", "panels"] = "rows"
+    layout: Literal["rows", "onednn"] = "rows"
+
+
+@dataclass(frozen=True, slots=True)
+class PanelWeights:
+    """`weight` in panels (`quant.panels`), which start from the bias: there is one always."""
+
+    weight: Tensor
+    bias: Tensor
+    layout: Literal["panels"] = "panels"
+
+
+FloatWeights = PlainWeights | PanelWeights
 
 
 class Unquantized:
@@ -47,19 +58,18 @@ class Unquantized:
 
         return PlainWeights(stacked("weight"), stacked("bias") if spec.bias else None)
 
-    def process(self, weights: PlainWeights) -> PlainWeights:
+    def process(self, weights: FloatWeights) -> FloatWeights:
         weight = weights.weight
         if weight.device.type == "cpu" and weight.dtype == torch.float32 and multiplies_panels():
             bias = torch.zeros(len(weight)) if weights.bias is None else weights.bias
-            return PlainWeights(in_panels(weight), bias, "panels")
+            return PanelWeights(in_panels(weight), bias)
         if not can_pack(weight):
             return weights
         packed = torch.ops.mkldnn._reorder_linear_weight(weights.weight, _PACKED_ROWS)
         return PlainWeights(packed, weights.bias, "onednn")
 
-    def apply(self, weights: PlainWeights, x: Tensor) -> Tensor:
-        if weights.layout == "panels":
-            assert weights.bias is not None
+    def apply(self, weights: FloatWeights, x: Tensor) -> Tensor:
+        if isinstance(weights, PanelWeights):
             return multiply_panels(weights.weight, weights.bias, x.float()).to(x.dtype)
         narrow = x.to(weights.weight.dtype)
         if weights.layout == "onednn":
@@ -70,7 +80,7 @@ class Unquantized:
             y = functional.linear(narrow, weights.weight, weights.bias)
         return y.to(x.dtype)
 
-    def dequantize(self, weights: PlainWeights) -> Tensor:
+    def dequantize(self, weights: FloatWeights) -> Tensor:
         return weights.weight.float()
 
 

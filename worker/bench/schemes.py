@@ -14,8 +14,8 @@ from typing import Any
 
 import click
 
-from headrace.engine.engine import Engine
 from headrace.engine.errors import EngineError
+from headrace.engine.evaluate.loaded import Loaded
 from headrace.engine.evaluate.text import DEFAULT, TextReader, read_text
 from headrace.worker.bench import measurement, trial
 from headrace.worker.bench.report import figure, markdown
@@ -91,11 +91,12 @@ def _measure(
     *,
     first: bool,
 ) -> Row:
-    engine = Engine.load(trial.config_for(subject.path, name, subject.threads, **subject.options))
-    runner: Any = engine.runner
+    config = trial.config_for(subject.path, name, subject.threads, **subject.options)
+    loaded = Loaded.load(config)
+    engine, runner = loaded.engine, loaded.runner
     runner.warm_up()
     # Reading uses the first blocks of the KV pool, so it comes before anything is cached there.
-    score, distance = (reader.first(engine), None) if first else reader.second(engine)
+    score, distance = (reader.first(loaded), None) if first else reader.second(loaded)
     context = min(_CONTEXT, engine.limits.max_model_len - 16)
     alone = statistics.median(
         measurement.decode_seconds(engine, 1, context) for _ in range(repeats)
@@ -115,7 +116,7 @@ def _measure(
         perplexity=score.perplexity,
         kl=None if distance is None else distance.kl_mean,
     )
-    del engine, runner
+    del loaded, engine, runner
     gc.collect()
     return row
 
