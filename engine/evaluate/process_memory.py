@@ -1,6 +1,5 @@
 """How much memory a piece of work takes at its peak: the process's, and on a GPU the device's."""
 
-import ctypes
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -8,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from headrace.engine.loading.heap import trim_heap
 
 
 @dataclass(slots=True)
@@ -42,8 +43,7 @@ def peak_memory() -> Iterator[Peak]:
 def give_back() -> None:
     """Collect what nobody holds, and return the allocators' free memory to the system."""
     gc.collect()
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    trim_heap()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -16,6 +16,7 @@ from headrace.engine.layers.backend import Backend, EmbedsTokens, HeadNorms, Lay
 from headrace.engine.layers.huge_pages import HugePages
 from headrace.engine.layers.linear import Linear
 from headrace.engine.loading.checkpoint import Checkpoint, TensorSource, check_tensors
+from headrace.engine.loading.heap import trim_heap
 from headrace.engine.loading.timed import LoadSeconds, TimedSource
 from headrace.engine.models.config import ModelConfig
 from headrace.engine.quant.choose import choose_scheme
@@ -27,6 +28,8 @@ from headrace.engine.quant.unquantized import Unquantized
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
 _HEAD = "lm_head"
+_TRIMMED_LAYERS = 4
+"""After so many, memory that loading them has left free goes back to the system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +193,10 @@ def load_decoder(
                 window=config.sliding_windows[index],
             )
         )
+        if index % _TRIMMED_LAYERS == 0:
+            trim_heap()
+    # The head's floats, its layout and its final place are in memory together.
+    trim_heap()
     vocab_size = min(config.vocab_size, checkpoint.num_token_ids or config.vocab_size)
     table = scheme.embed(_EMBEDDING, dtype, device)
     embedding = table
@@ -208,6 +215,7 @@ def load_decoder(
             _Given({f"{_HEAD}.weight": weight[:vocab_size]}),
         )
     final_norm = vector(_FINAL_NORM)
+    trim_heap()
     seconds = LoadSeconds(timed.seconds, time.perf_counter() - began - timed.seconds)
     return Decoder(
         *(config, embedding, layers, final_norm, head, vocab_size, backend, scheme.name, seconds)
