@@ -16,6 +16,8 @@ FORMAT = "headrace-verify"
 VERSION = 1
 _MOST_CHANGED = 20
 _SNIPPET = 60
+_LITTLE = 0.05
+"""Questions that cannot find a loss of so much tell little."""
 
 
 def document(tried: Sequence[Tried], chosen: str | None) -> dict[str, Any]:
@@ -193,9 +195,10 @@ def _answers(comparison: Comparison) -> str:
 def certainty(comparison: Comparison) -> str:
     """What so many questions can and cannot tell."""
     accuracy = comparison.accuracy
+    little = accuracy.detectable is None or accuracy.detectable > _LITTLE
     text = (
-        f"{accuracy.total} questions tell little: a loss is significant from {accuracy.fewest_lost}"
-        " more lost than gained on"
+        f"{accuracy.total:,} questions{' tell little' if little else ''}: a loss is significant"
+        f" from {accuracy.fewest_lost} more lost than gained on"
     )
     if 2 * accuracy.reference < accuracy.total:
         text = (

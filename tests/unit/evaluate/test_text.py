@@ -9,17 +9,17 @@ from oracle import load_oracle
 from tiny import write_checkpoint
 
 from headrace.engine.config import EngineConfig
-from headrace.engine.engine import Engine
 from headrace.engine.evaluate import text as text_module
 from headrace.engine.evaluate.ask import ask, continuation_logprob, prompt_ids
+from headrace.engine.evaluate.loaded import Loaded
 from headrace.engine.evaluate.questions import read_question
 from headrace.engine.evaluate.text import TextReader, kl_divergence, windows
 
 TEXT = "The ferry left the harbour at seven; 春天来得很晚. " * 4
 
 
-def load(folder: Path, max_model_len: int | None = None) -> Engine:
-    return Engine.load(
+def load(folder: Path, max_model_len: int | None = None) -> Loaded:
+    return Loaded.load(
         EngineConfig(
             str(folder),
             dtype="float32",
@@ -79,10 +79,10 @@ def test_perplexity_and_divergence_equal_transformers(
 
 
 def test_a_model_has_no_distance_from_itself(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    engine = load(folders[0])
+    loaded = load(folders[0])
     reader = TextReader(TEXT, 100, tmp_path)
-    score = reader.first(engine)
-    again, distance = reader.second(engine)
+    score = reader.first(loaded)
+    again, distance = reader.second(loaded)
     assert again == score and distance is not None
     assert distance.kl_max < 1e-9 and distance.top_agreement == 1.0
 
@@ -108,30 +108,30 @@ def test_divergence_of_impossible_tokens() -> None:
 def test_choices_have_the_probabilities_that_transformers_gives_them(
     folders: tuple[Path, Path],
 ) -> None:
-    engine = load(folders[0])
+    loaded = load(folders[0])
     prompt, choice = list(b"Is it red or green? "), list(b"green")
     logprobs = theirs(folders[0], [*prompt, *choice])
     rows = range(len(prompt) - 1, len(prompt) + len(choice) - 1)
     expected = sum(float(logprobs[row, token]) for row, token in zip(rows, choice, strict=True))
-    assert continuation_logprob(engine, prompt, choice) == pytest.approx(expected, rel=1e-5)
+    assert continuation_logprob(loaded, prompt, choice) == pytest.approx(expected, rel=1e-5)
 
 
 def test_one_question_that_cannot_be_asked_is_wrong_and_the_others_are_answered(
     folders: tuple[Path, Path],
 ) -> None:
-    engine = load(folders[0], max_model_len=64)
+    loaded = load(folders[0], max_model_len=64)
     specs = [
         {"prompt": "x" * 100, "score": {"type": "regex", "pattern": ""}},
         {"prompt": "x" * 100, "score": {"type": "choice", "choices": ["a", "b"], "answer": 0}},
         {"prompt": "hello", "score": {"type": "regex", "pattern": ""}, "max_tokens": 4},
     ]
     questions = [read_question(spec, f"q{index}", 8) for index, spec in enumerate(specs)]
-    long, choice, good = ask(engine, questions).answers
+    long, choice, good = ask(loaded, questions).answers
     assert long.failure is not None and "100 tokens" in long.failure and not long.score.correct
     assert choice.failure is not None and "101 tokens" in choice.failure
     assert good.score.correct and 1 <= len(good.token_ids) <= 4
     # The engine is idle again.
-    assert engine.runner.logits([1, 2, 3]).shape == (3, 260)  # type: ignore[attr-defined]
+    assert loaded.runner.logits([1, 2, 3]).shape == (3, 260)
 
 
 def test_messages_go_through_the_chat_template_and_stand_alone_without_one(
@@ -142,7 +142,7 @@ def test_messages_go_through_the_chat_template_and_stand_alone_without_one(
         "score": {"type": "exact", "answer": "x"},
     }
     question = read_question(row, "q", 8)
-    engine = load(folders[0])
+    engine = load(folders[0]).engine
     assert engine.tokenizer.decode(prompt_ids(engine, question), False) == (
         "<|bos|><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )

@@ -128,6 +128,8 @@ def test_report_says_what_was_found_and_how_little_it_is() -> None:
     assert "can be lost" not in text
     weak = compare(measured("r" * 3 + "w" * 47), measured("w" * 50))
     assert "Only the 3 that the reference answers rightly can be lost" in certainty(weak)
+    many = certainty(compare(measured("r" * 1000), measured("r" * 1000)))
+    assert many.startswith("1,000 questions: a loss is significant from 6 more lost")
     values = as_json(found, verdict)
     assert values["holds"] is False
     assert values["accuracy"]["difference"] == pytest.approx(-0.08)
