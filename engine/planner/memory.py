@@ -103,7 +103,8 @@ def activation_bytes(
     widest = max(mlp, attention)
     layer = tokens * (3 * shape.hidden_size + widest) * dtype_bytes
     if scheme.compute == "int8":
-        layer += tokens * (max(shape.hidden_size, inner // tp) + 4 * max(2 * inner // tp, 1))
+        # The input as bytes. Sums of products never lie in memory: the kernels scale them at once.
+        layer += tokens * max(shape.hidden_size, inner // tp)
     rows = min(settings.max_num_seqs, tokens)
     head = rows * (shape.hidden_size * dtype_bytes + shape.vocab_size * (dtype_bytes + 8))
     return max(layer, head)

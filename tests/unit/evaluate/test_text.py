@@ -146,5 +146,5 @@ def test_messages_go_through_the_chat_template_and_stand_alone_without_one(
     assert engine.tokenizer.decode(prompt_ids(engine, question), False) == (
         "<|bos|><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     )
-    bare = load(write_checkpoint(tmp_path / "bare", "llama", chat_template=None))
+    bare = load(write_checkpoint(tmp_path / "bare", "llama", chat_template=None)).engine
     assert bytes(prompt_ids(bare, question)) == b"hi\n\n"
