@@ -81,15 +81,15 @@ class WorkerProcess:
         self._urgent_since: float | None = None
         self._noticed = False
         self._signals = SignalBox()
-        self._tracing = tracing.from_environment(
-            os.environ, config.served_model, config.name or f"{socket.gethostname()}-{os.getpid()}"
-        )
+        self._tracing: tracing.Tracing = tracing.NoTracing()
         self._parent = ParentWatch() if config.exit_with_parent else None
         self._engine_thread = threading.Thread(target=self._engine_main, name="engine", daemon=True)
 
     def run(self) -> int:
         self._metrics.set_state(self._state.value)
         self._engine_thread.start()
+        # Beside the engine's imports, and before it may serve.
+        self._tracing = self._choose_tracing()
         try:
             server = self._start_http()
             self._start_source()
@@ -107,6 +107,10 @@ class WorkerProcess:
         return status
 
     # --- the main thread --------------------------------------------------------------------
+
+    def _choose_tracing(self) -> tracing.Tracing:
+        name = self._config.name or f"{socket.gethostname()}-{os.getpid()}"
+        return tracing.from_environment(os.environ, self._config.served_model, name)
 
     def _start_source(self) -> None:
         began = time.perf_counter()
