@@ -1,9 +1,11 @@
 """Shared fixtures. Helpers that tests import live in tests/support.
 
 Triton reads TRITON_INTERPRET when a kernel is defined, so it is set here, before any test imports
-one: without a GPU the kernels run in Triton's interpreter.
+one: without a GPU the kernels run in Triton's interpreter. In the base installation, which has no
+torch, the tests of producer and queue run.
 """
 
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -11,11 +13,13 @@ import headrace.engine  # noqa: F401 (first: it tells torch's threads how long t
 
 # isort: split
 import pytest
-import torch
 from redis_support import RedisServer
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+if importlib.util.find_spec("torch") is not None:
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")
