@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 _CONTEXT = 3  # cached tokens before a chunk, in chunks
-_OURS, _TORCHS = PromptLengths(), PromptLengths(fresh=1, behind=1)
+_OURS, _TORCHS = PromptLengths(), PromptLengths(fresh=2, behind=2)
 
 
 def prompt_lengths(
