@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels import device
+from headrace.kernels.matmul_core import GROUP_M, block_of_program, result_of
 
 
 class _Tile(NamedTuple):
@@ -53,12 +54,7 @@ def batch_invariant_matmul(
         raise ValueError("x and w must be contiguous in the last dimension and of one dtype")
     rows, k = x.shape
     n = w.shape[0]
-    if bias is not None and (bias.shape != (n,) or not bias.is_contiguous()):
-        raise ValueError(f"bias must be contiguous [{n}]; got {tuple(bias.shape)}")
-    if out is None:
-        out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-    elif out.shape != (rows, n) or out.stride(1) != 1:
-        raise ValueError(f"out must be [{rows}, {n}]; got {tuple(out.shape)}")
+    out = result_of(out, bias, (rows, n), x.dtype, x.device)
     if rows == 0 or n == 0:
         return out
     tile = _choose_tile(n, x.dtype, x.device)
@@ -77,7 +73,7 @@ def batch_invariant_matmul(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        GROUP_M=8,
+        GROUP_M=GROUP_M,
         HAS_BIAS=bias is not None,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
@@ -113,16 +109,7 @@ def _matmul_kernel(
     GROUP_M: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    # Programs that run together share columns of w: GROUP_M row blocks before the next column.
-    program = tl.program_id(0)
-    blocks_m = (rows + BLOCK_M - 1) // BLOCK_M
-    blocks_n = (n + BLOCK_N - 1) // BLOCK_N
-    in_group = GROUP_M * blocks_n
-    first_m = program // in_group * GROUP_M
-    group_m = tl.minimum(blocks_m - first_m, GROUP_M)
-    block_m = first_m + program % in_group % group_m
-    block_n = program % in_group // group_m
-
+    block_m, block_n = block_of_program(rows, n, BLOCK_M, BLOCK_N, GROUP_M)
     m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows and columns past the end read the last one; their results are not stored.

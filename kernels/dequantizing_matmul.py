@@ -10,13 +10,12 @@ Layouts
     y        [rows, N], x's dtype, contiguous
 
 w is exact in every float type (a small integer, a float8, or a code rounded to x's dtype), so the
-scale is applied to float32 sums. One row of x is multiplied without tensor cores: [tiles, N, words]
-at a time, each weight used once. More rows go through `tl.dot` with the weights as its first
+scale is applied to float32 sums. One row of x is multiplied without tensor cores
+(`headrace.kernels.dequantizing_row`). More rows go through `tl.dot` with the weights as its first
 operand, which Hopper's tensor cores take from registers. Where few programs would run, K is cut
 into splits whose float32 sums a second kernel adds in a fixed order.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -24,15 +23,16 @@ import triton
 import triton.language as tl
 
 from headrace.kernels import device
-from headrace.kernels.packed_weights import (
-    BITS,
-    SPAN,
-    TILE_COLUMNS,
-    TILE_WORDS,
-    PackedWeights,
-    check,
-    dequantize,
+from headrace.kernels.dequantizing_row import launch_rows
+from headrace.kernels.matmul_core import GROUP_M, block_of_program, result_of
+from headrace.kernels.packed_values import (
+    EXPONENT,
+    kernel_constants,
+    kernel_tensors,
+    packed_scales,
+    packed_values,
 )
+from headrace.kernels.packed_weights import BITS, TILE_COLUMNS, PackedWeights, check, dequantize
 
 _STEP = 128
 """Columns in one round of the loop over K; a tile that is wider counts instead."""
@@ -75,39 +75,15 @@ def dequantizing_matmul(
             f"x {tuple(x.shape)} must be [rows, {weights.columns}], the last dimension contiguous"
         )
     rows, n = x.shape[0], weights.rows
-    if bias is not None and (bias.shape != (n,) or not bias.is_contiguous()):
-        raise ValueError(f"bias must be contiguous [{n}]; got {tuple(bias.shape)}")
-    if out is None:
-        out = torch.empty((rows, n), dtype=x.dtype, device=x.device)
-    elif out.shape != (rows, n) or out.stride(1) != 1:
-        raise ValueError(f"out must be [{rows}, {n}]; got {tuple(out.shape)}")
+    out = result_of(out, bias, (rows, n), x.dtype, x.device)
     if rows == 0 or n == 0:
         return out
     scalar = x.dtype == torch.float32 or device.capability(x.device) < (8, 0)
     if rows <= (4 if scalar else 1) and not batch_invariant:
-        _launch_rows(x, weights, bias, out)
+        launch_rows(x, weights, bias, out)
     else:
         _launch_dot(x, weights, bias, out, scalar, batch_invariant)
     return out
-
-
-def _launch_rows(
-    x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None, out: torch.Tensor
-) -> None:
-    rows, n = out.shape
-    block_n, warps = 16, 8
-    _row_kernel[(triton.cdiv(n, block_n), rows)](
-        *_tensors(x, weights, bias),
-        out,
-        _exponent(weights),
-        x.stride(0),
-        out.stride(0),
-        n,
-        **_constants(weights, bias, TILE_COLUMNS[BITS[weights.kind]]),
-        BLOCK_N=block_n,
-        BLOCK_T=warps,
-        num_warps=warps,
-    )
 
 
 def _launch_dot(
@@ -133,20 +109,20 @@ def _launch_dot(
     if splits > 1:
         target = torch.empty((splits, rows, n), dtype=torch.float32, device=x.device)
     _matmul_kernel[(programs, splits)](
-        *_tensors(x, weights, bias),
+        *kernel_tensors(x, weights, bias),
         target,
-        _exponent(weights),
+        EXPONENT,
         x.stride(0),
         target.stride(-2),
         rows,
         n,
-        **_constants(weights, bias if splits == 1 else None, step),
+        **kernel_constants(weights, bias if splits == 1 else None, step),
         STEP=step,
         SPLIT_STEPS=split_steps,
         SPLITS=splits,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        GROUP_M=8,
+        GROUP_M=GROUP_M,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -174,175 +150,6 @@ def _choose_tile(rows: int, step: int, scalar: bool) -> _Tile:
     return _Tile(128, 128, 8, 3 if step == _STEP else 2)
 
 
-def _tensors(
-    x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, ...]:
-    """Tensors in the kernels' order; those that a kernel will not read are stood in for."""
-    nested = weights.nested
-    return (
-        x,
-        weights.tiles,
-        weights.scales,
-        weights.tiles if weights.zeros is None else weights.zeros,
-        weights.tiles if weights.table is None else weights.table,
-        weights.tiles if nested is None else nested.starts,
-        weights.tiles if nested is None else nested.absmax,
-        weights.tiles if nested is None else nested.tables,
-        weights.tiles if bias is None else bias,
-    )
-
-
-def _exponent(weights: PackedWeights) -> int:
-    """The bits of the float32 that is 2^bits."""
-    return (127 + BITS[weights.kind]) << 23
-
-
-def _constants(weights: PackedWeights, bias: torch.Tensor | None, step: int) -> dict[str, object]:
-    """`step`: columns that a kernel has at hand at once; SEGMENT of them share a scale."""
-    bits = BITS[weights.kind]
-    return {
-        "K": weights.columns,
-        "GROUP": weights.group,
-        "SEGMENT": math.gcd(weights.group, step),
-        "KIND": weights.kind,
-        "BITS": bits,
-        "TILE": TILE_COLUMNS[bits],
-        "TILE_WORDS": TILE_WORDS[bits],
-        "MIDDLE": weights.middle,
-        "HAS_ZEROS": weights.zeros is not None,
-        "PARTS": 0 if weights.nested is None else len(weights.nested.starts),
-        "HAS_BIAS": bias is not None,
-        "SPAN": SPAN,
-    }
-
-
-@triton.jit
-def _values(
-    words, high, at, zero, table_ptr, exponent,
-    span: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    """value(q) - zero in float32 of columns 16 span to 16 span + 15 of a tile; `at` is 0 to 15, and
-    `zero` is ignored where values are floats."""
-    if KIND == "code4":
-        return tl.load(table_ptr + ((words >> 4 * span) & 15))
-    elif KIND == "fp8":
-        q = words >> 8 * span
-        # The bits of a float32 that is 2^120 times too small, subnormals included.
-        bits = ((q & 0x80) << 24) | ((q & 0x7F) << 20)
-        value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-        return tl.where((q & 0x7F) == 0x7F, float("nan"), value)
-    else:
-        # q becomes the highest bits of the mantissa of 2^BITS + q: no conversion, and the
-        # difference below is exact. `exponent` holds the other bits; an argument, because ptxas
-        # makes one instruction of a mask and an or only if one of them is no constant.
-        TOP: tl.constexpr = 23 - BITS
-        SHIFT: tl.constexpr = (2 if BITS == 3 else BITS) * span - TOP
-        if SHIFT >= 0:
-            field = words >> SHIFT
-        else:
-            field = words << -SHIFT
-        if BITS == 3:
-            field = (field & (3 << TOP)) | ((high >> (2 * span + at // 8)) & 1) << 22
-        else:
-            field = field & (((1 << BITS) - 1) << TOP)
-        value = (field | exponent).to(tl.float32, bitcast=True)
-        return value - (zero + (1 << BITS))
-
-
-@triton.jit
-def _scale(
-    group, n, columns, scales_ptr, starts_ptr, absmax_ptr, tables_ptr,
-    GROUPS: tl.constexpr, PARTS: tl.constexpr,
-):  # fmt: skip
-    """Scales in float32, of `group` and `columns` broadcast against each other."""
-    stored = tl.load(scales_ptr + group.to(tl.int64) * n + columns)
-    if PARTS == 0:
-        return stored.to(tl.float32)
-    else:
-        part = columns * 0
-        for index in tl.static_range(1, PARTS):
-            part += (columns >= tl.load(starts_ptr + 2 * index)).to(tl.int32)
-        flat = (columns - tl.load(starts_ptr + 2 * part)) * GROUPS + group
-        outer = tl.load(absmax_ptr + tl.load(starts_ptr + 2 * part + 1) + flat // 256)
-        value = tl.load(tables_ptr + part * 257 + stored.to(tl.int32))
-        return value * outer + tl.load(tables_ptr + part * 257 + 256)
-
-
-@triton.jit(do_not_specialize=["exponent"])
-def _row_kernel(
-    x_ptr, tiles_ptr, scales_ptr, zeros_ptr, table_ptr, starts_ptr, absmax_ptr, tables_ptr,
-    bias_ptr, out_ptr, exponent, x_stride, out_stride, n,
-    K: tl.constexpr, GROUP: tl.constexpr, SEGMENT: tl.constexpr, KIND: tl.constexpr,
-    BITS: tl.constexpr, TILE: tl.constexpr, TILE_WORDS: tl.constexpr, MIDDLE: tl.constexpr,
-    HAS_ZEROS: tl.constexpr, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, SPAN: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """One row of x and BLOCK_N rows of weights, BLOCK_T tiles at a time: a warp each."""
-    TILES: tl.constexpr = (K + TILE - 1) // TILE
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
-    SPANS: tl.constexpr = TILE // SPAN
-    row = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    readable = tl.minimum(columns, n - 1)
-    at = tl.arange(0, SPAN)
-    acc = tl.zeros([BLOCK_T, BLOCK_N, SPAN], tl.float32)
-    part = tl.zeros([BLOCK_T, BLOCK_N, SPAN], tl.float32)
-    for start in range(0, TILES, BLOCK_T):
-        tile = start + tl.arange(0, BLOCK_T)
-        base = tiles_ptr + (tile.to(tl.int64)[:, None] * n + readable[None, :]) * TILE_WORDS
-        if TILES % BLOCK_T == 0:
-            words = tl.load(base[:, :, None] + at[None, None, :])
-        else:
-            inside = (tile < TILES)[:, None, None]
-            words = tl.load(base[:, :, None] + at[None, None, :], mask=inside, other=0)
-        high = words
-        if BITS == 3:
-            inside = (tile < TILES)[:, None, None]
-            high = tl.load(base[:, :, None] + SPAN + (at % 8)[None, None, :], mask=inside, other=0)
-        for span in tl.static_range(SPANS):
-            # Every thread reads the 16 columns that its words hold: no exchange between threads.
-            k = (tile * TILE + SPAN * span)[:, None, None] + at[None, None, :]
-            k = tl.broadcast_to(k, [BLOCK_T, BLOCK_N, SPAN])
-            if K % (TILE * BLOCK_T) == 0:
-                x = tl.load(x_ptr + row * x_stride + k).to(tl.float32)
-            else:
-                x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32)
-            group = tl.minimum((tile * TILE + SPAN * span) // GROUP, GROUPS - 1)
-            zero = tl.zeros([BLOCK_T, BLOCK_N], tl.float32) + MIDDLE
-            if HAS_ZEROS:
-                zero = tl.load(zeros_ptr + group.to(tl.int64)[:, None] * n + readable[None, :]).to(
-                    tl.float32
-                )
-            part += x * _values(
-                words,
-                high,
-                at[None, None, :],
-                zero[:, :, None],
-                table_ptr,
-                exponent,
-                span,
-                KIND,
-                BITS,
-            )
-            if GROUPS > 1 and (span + 1) * SPAN % SEGMENT == 0:
-                scale = _scale(
-                    group[:, None], n, readable[None, :], scales_ptr, starts_ptr, absmax_ptr,
-                    tables_ptr, GROUPS, PARTS,
-                )  # fmt: skip
-                acc += part * scale[:, :, None]
-                part = tl.zeros([BLOCK_T, BLOCK_N, SPAN], tl.float32)
-    if GROUPS == 1:
-        y = tl.sum(tl.sum(part, axis=2), axis=0)
-        y *= _scale(
-            readable * 0, n, readable, scales_ptr, starts_ptr, absmax_ptr, tables_ptr, 1, PARTS
-        )
-    else:
-        y = tl.sum(tl.sum(acc, axis=2), axis=0)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + readable).to(tl.float32)
-    tl.store(out_ptr + row * out_stride + columns, y.to(out_ptr.dtype.element_ty), mask=columns < n)
-
-
 @triton.jit(do_not_specialize=["exponent", "rows"])
 def _matmul_kernel(
     x_ptr, tiles_ptr, scales_ptr, zeros_ptr, table_ptr, starts_ptr, absmax_ptr, tables_ptr,
@@ -358,16 +165,10 @@ def _matmul_kernel(
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     SPANS: tl.constexpr = TILE // SPAN
     STEPS: tl.constexpr = (K + STEP - 1) // STEP
-    # Programs that run together share rows of w: GROUP_M blocks of x before the next.
-    program = tl.program_id(0)
+    block_m, block_n = block_of_program(rows, n, BLOCK_M, BLOCK_N, GROUP_M)
     split = tl.program_id(1)
-    blocks_m = (rows + BLOCK_M - 1) // BLOCK_M
-    blocks_n = (n + BLOCK_N - 1) // BLOCK_N
-    in_group = GROUP_M * blocks_n
-    first_m = program // in_group * GROUP_M
-    group_m = tl.minimum(blocks_m - first_m, GROUP_M)
-    m = (first_m + program % in_group % group_m) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = program % in_group // group_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows and columns past the end read the last one; their results are not stored.
     readable = tl.minimum(columns, n - 1)
     x_rows = x_ptr + tl.minimum(m, rows - 1).to(tl.int64) * x_stride
@@ -395,7 +196,7 @@ def _matmul_kernel(
                 x = tl.load(x_rows[None, :] + k[:, None])
             else:
                 x = tl.load(x_rows[None, :] + k[:, None], mask=(k < K)[:, None], other=0.0)
-            w = _values(
+            w = packed_values(
                 words,
                 high,
                 at[None, :],
@@ -411,14 +212,14 @@ def _matmul_kernel(
             else:
                 part = tl.dot(w, x, part, input_precision="ieee")
                 if (span + 1) * SPAN % SEGMENT == 0:
-                    scale = _scale(
+                    scale = packed_scales(
                         group, n, readable, scales_ptr, starts_ptr, absmax_ptr, tables_ptr,
                         GROUPS, PARTS,
                     )  # fmt: skip
                     acc += part * scale[:, None]
                     part = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if GROUPS == 1:
-        scale = _scale(
+        scale = packed_scales(
             readable * 0, n, readable, scales_ptr, starts_ptr, absmax_ptr, tables_ptr, 1, PARTS
         )
         acc *= scale[:, None]

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from headrace.kernels import device
+from headrace.kernels.matmul_core import GROUP_M, block_of_program, result_of
 
 
 class _Tile(NamedTuple):
@@ -111,12 +112,7 @@ def int8_matmul(
         raise ValueError(f"w {tuple(w.shape)} {w.dtype} must be int8 [N, {k}], last contiguous")
     if w_scale.shape != (n,) or not w_scale.is_contiguous():
         raise ValueError(f"w_scale must be contiguous [{n}]; got {tuple(w_scale.shape)}")
-    if bias is not None and (bias.shape != (n,) or not bias.is_contiguous()):
-        raise ValueError(f"bias must be contiguous [{n}]; got {tuple(bias.shape)}")
-    if out is None:
-        out = torch.empty((rows, n), dtype=dtype, device=quantized.device)
-    elif out.shape != (rows, n) or out.stride(1) != 1:
-        raise ValueError(f"out must be [{rows}, {n}]; got {tuple(out.shape)}")
+    out = result_of(out, bias, (rows, n), dtype, quantized.device)
     if rows == 0 or n == 0:
         return out
     tile = _choose_tile(rows, quantized.device)
@@ -139,7 +135,7 @@ def int8_matmul(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
-        GROUP_M=8,
+        GROUP_M=GROUP_M,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -197,15 +193,9 @@ def _int8_kernel(
     GROUP_M: tl.constexpr,
 ):
     """A block of y, transposed: few tokens are the narrow side of the tile."""
-    # Programs that run together share rows of w: GROUP_M blocks of x before the next.
-    program = tl.program_id(0)
-    blocks_m = (rows + BLOCK_M - 1) // BLOCK_M
-    blocks_n = (n + BLOCK_N - 1) // BLOCK_N
-    in_group = GROUP_M * blocks_n
-    first_m = program // in_group * GROUP_M
-    group_m = tl.minimum(blocks_m - first_m, GROUP_M)
-    m = (first_m + program % in_group % group_m) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = program % in_group // group_m * BLOCK_N + tl.arange(0, BLOCK_N)
+    block_m, block_n = block_of_program(rows, n, BLOCK_M, BLOCK_N, GROUP_M)
+    m = block_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = block_n * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows and columns past the end read the last one; their results are not stored.
     readable_m = tl.minimum(m, rows - 1)
     readable_n = tl.minimum(columns, n - 1)
