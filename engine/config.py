@@ -33,8 +33,9 @@ class EngineConfig:
     None: measured. On CUDA `gpu_memory_utilization` is the share of the device's memory that
     weights, steps and KV pool take together, on a CPU the pool's share of what is free after the
     weights are loaded. `num_threads` None: from the CPU quota (cgroup), not from the host's cores.
-    `max_prefix_delay`: most steps a waiting sequence is held back so that it finds a prefix that
-    another one is computing now.
+    `kv_cache_dtype` auto: int8 on a CPU with INT8 activations, else float. `max_prefix_delay`: most
+    steps a waiting sequence is held back so that it finds a prefix that another one is computing
+    now.
     `deterministic`: an answer's bits do not depend on what else is in the batch, on chunks, on the
     prefix cache, on preemption or on a resume.
     """

@@ -6,7 +6,7 @@ The device half's one door. Knows no queue, no text and no scheduling policy.
 import logging
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from headrace.engine.machine import (
 )
 from headrace.engine.models.config import ModelConfig
 from headrace.engine.models.decoder import Decoder, load_decoder
+from headrace.engine.quant.kv import resolved
 from headrace.engine.quant.method import AnyMethod
 from headrace.engine.sampler import Sampled, Sampler
 from headrace.engine.sampling_params import SamplingParams
@@ -279,6 +280,8 @@ def build_runner(config: EngineConfig, checkpoint: Checkpoint) -> ModelRunner:
         accelerator = CudaAccelerator(device) if on_cuda else HostAccelerator()
         triton: Any = backend
         return device_runner(config, checkpoint, decoder, triton, max_model_len, accelerator)
+    kv_type = resolved(config.kv_cache_dtype, decoder.quantization, backend.name)
+    config = replace(config, kv_cache_dtype=kv_type)
     with torch.inference_mode():
         cache = allocate(config, model, backend, dtype, device)
     max_model_len = cache.longest(config, max_model_len)

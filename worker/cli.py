@@ -91,9 +91,10 @@ _LOOP = LoopSettings()
 @option(
     "--kv-cache-dtype",
     env="KV_CACHE_DTYPE",
-    type=click.Choice(["auto", "int8", "fp8"]),
+    type=click.Choice(["auto", "float", "int8", "fp8"]),
     default=_ENGINE.kv_cache_dtype,
-    help="Keys and values in 8 bits, with a scale for each token and head.",
+    help="Keys and values: floats, or 8 bits with a scale for each token and head; auto: int8 on a"
+    " CPU with --quantization int8-dynamic, else floats.",
 )
 @option("--block-size", env="BLOCK_SIZE", type=click.IntRange(1), default=_ENGINE.block_size)
 @option(

@@ -21,7 +21,7 @@ from headrace.engine.evaluate.verdict import Limits
 _LIMITS = Limits()
 _SHARE = click.FloatRange(0.0, 1.0)
 _DTYPES = click.Choice(["auto", "float32", "bfloat16", "float16"])
-_KV = click.Choice(["auto", "int8", "fp8"])
+_KV = click.Choice(["auto", "float", "int8", "fp8"])
 
 
 @click.command("verify", context_settings={"auto_envvar_prefix": "HEADRACE_VERIFY"})

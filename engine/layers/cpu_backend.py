@@ -24,7 +24,7 @@ from headrace.engine.layers.backend import (
     SharedPrefix,
     lazy_zeros,
 )
-from headrace.engine.layers.cpu_simd import LANES
+from headrace.engine.layers.cpu_simd import LANES, STATE_FLOATS
 from headrace.engine.layers.openmp import launcher
 from headrace.engine.layers.rope import rope_table
 from headrace.engine.models.config import ModelConfig
@@ -32,6 +32,11 @@ from headrace.engine.quant.kv import is_quantized, kernel_kind
 
 _TILE_ROWS = 48
 """Query rows (tokens times heads of a group) that share one pass over the keys."""
+_MANY_TILES = 32
+"""From so many tiles on a thread claims one with all its heads: the blocks of a token's heads lie
+side by side, and each head's first keys are asked for during the one before."""
+_DIRECT_ROWS = 8
+"""Query rows up to which int8 keys and values are widened in registers."""
 
 _LOG2_E = 1.4426950408889634
 
@@ -120,7 +125,7 @@ class CpuBackend:
             block_tables=np.ascontiguousarray(metadata.block_tables, dtype=np.int64),
             passes=passes,
             whole=whole,
-            state=torch.empty(num_tokens * self._config.num_heads * 2),
+            state=torch.empty(num_tokens * self._config.num_heads * STATE_FLOATS),
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -187,6 +192,8 @@ class CpuBackend:
                 self._scratch.data_ptr(),
                 self._scratch_stride,
                 *_quantization(kv),
+                config.num_kv_heads if len(tiles.fields) >= _MANY_TILES else 1,
+                0 if self._deterministic else _DIRECT_ROWS,
             )
         return out
 

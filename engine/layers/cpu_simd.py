@@ -19,13 +19,16 @@ _BYTE = ir.IntType(8)
 _I32, _I64, _F32, _F64 = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 _VECTOR = ir.VectorType(_F32, LANES)
 _INTS = ir.VectorType(_I32, LANES)
-_LOWEST = -1e30  # below any score, and safe to subtract from itself
+LOWEST = -1e30  # below any score, and safe to subtract from itself
 
 _HAS_AVX512 = bool(llvm.get_host_cpu_features().get("avx512f", False))
 SCORE_TILES: tuple[int, ...] = (8, 4, 3, 2, 1) if _HAS_AVX512 else (4, 3, 2, 1)
 """Query rows that one tile of `scores` holds in registers, largest first."""
 SCORE_BLOCKS = 2 if _HAS_AVX512 else 1
 """Groups of 16 keys in a tile of `scores`."""
+BYTE_SCORE_TILES: tuple[int, ...] = (4, 3, 2, 1)
+BYTE_SCORE_BLOCKS = 4 if _HAS_AVX512 else 2
+"""The same for keys in 8 bits, which few query rows share: enough sums at once to hide latency."""
 MIX_TILES: tuple[int, ...] = (6, 4, 3, 2, 1) if _HAS_AVX512 else (2, 1)
 """Query rows in a tile of `mix`."""
 MIX_VECTORS = 4 if _HAS_AVX512 else 2
@@ -71,6 +74,16 @@ def _element(
     loaded = builder.load(builder.bitcast(place, kind.as_pointer()))
     loaded.align = 8 if kind is _I64 else 4
     return loaded
+
+
+def _lanes(builder: ir.IRBuilder, base: ir.Value, index: ir.Value, signed_bytes: bool) -> ir.Value:
+    """LANES values from element `index` on behind a base: floats, or signed bytes as floats."""
+    if not signed_bytes:
+        return _element(builder, base, index, _VECTOR)
+    kind = ir.VectorType(_BYTE, LANES)
+    loaded = builder.load(builder.bitcast(builder.gep(base, [index]), kind.as_pointer()))
+    loaded.align = 1
+    return builder.sitofp(builder.sext(loaded, _INTS), _VECTOR)
 
 
 def _store(builder: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
@@ -213,9 +226,9 @@ def exp2(typing_context: Any, x: Any) -> Any:
     return types.float32(types.float32), codegen
 
 
-def _score_tile(rows: int, blocks: int) -> Callable[..., Any]:
+def _score_tile(rows: int, blocks: int, signed_bytes: bool) -> Callable[..., Any]:
     """scores[r, j] = sum over d of query[r, d] * keys[d, j], for `rows` rows and 16 * `blocks`
-    keys; keys of a block lie [d, key_stride]."""
+    keys, floats or signed bytes; keys of a block lie [d, key_stride]."""
 
     @intrinsic
     def tile(
@@ -253,7 +266,7 @@ def _score_tile(rows: int, blocks: int) -> Callable[..., Any]:
                     builder.store(_constant(0.0), cell)
             with cgutils.for_range(builder, head_dim) as loop:
                 offset = builder.mul(loop.index, key_stride)
-                vectors = [_element(builder, base, offset, _VECTOR) for base in bases]
+                vectors = [_lanes(builder, base, offset, signed_bytes) for base in bases]
                 for row_base, row in zip(row_bases, sums, strict=True):
                     value = _splat(builder, _element(builder, row_base, loop.index, _F32))
                     for vector, cell in zip(vectors, row, strict=True):
@@ -270,9 +283,10 @@ def _score_tile(rows: int, blocks: int) -> Callable[..., Any]:
     return tile
 
 
-def _mix_tile(rows: int, vectors: int) -> Callable[..., Any]:
+def _mix_tile(rows: int, vectors: int, signed_bytes: bool) -> Callable[..., Any]:
     """out[r, c] += sum over t of weights[r, t] * values[t, c], for `rows` rows and 16 * `vectors`
-    columns; t runs over the tokens of several blocks, each [16, head_dim]."""
+    columns of floats or signed bytes; t runs over the tokens of several blocks, each
+    [16, head_dim]."""
 
     @intrinsic
     def tile(
@@ -328,11 +342,11 @@ def _mix_tile(rows: int, vectors: int) -> Callable[..., Any]:
                 with cgutils.for_range(builder, count) as loop:
                     start = builder.add(builder.mul(loop.index, head_dim), column)
                     loaded = [
-                        _element(
+                        _lanes(
                             builder,
                             base,
                             builder.add(start, ir.Constant(_I64, LANES * vector)),
-                            _VECTOR,
+                            signed_bytes,
                         )
                         for vector in range(vectors)
                     ]
@@ -351,14 +365,22 @@ def _mix_tile(rows: int, vectors: int) -> Callable[..., Any]:
     return tile
 
 
+STATE_FLOATS = LANES + 1
+"""Of a row's online softmax: the reference that its weights are relative to, then LANES sums."""
+
+_SLACK = 8.0
+"""How far, in powers of two, scores may pass the reference before it moves: weights stay below
+2**8, which costs no precision, and what was accumulated seldom has to be rescaled."""
+
+
 @intrinsic
 def softmax_step(
     typing_context: Any, scores: Any, num_vectors: Any, low: Any, high: Any, state: Any
 ) -> Any:
     """One step of the online softmax, base 2, over a row of scores (overwritten by its weights).
 
-    Only scores [low, high) count. `state`: two floats, the running maximum and sum. Returns the
-    factor by which what was accumulated before must shrink.
+    Only scores [low, high) count. `state`: STATE_FLOATS floats, at first the lowest score and
+    zeros. Returns the factor by which what was accumulated before must shrink.
     """
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
@@ -373,41 +395,63 @@ def softmax_step(
             return builder.icmp_unsigned("<", position, width)
 
         peak = cgutils.alloca_once(builder, _VECTOR)
-        builder.store(_constant(_LOWEST), peak)
+        builder.store(_constant(LOWEST), peak)
         with cgutils.for_range(builder, num_vectors) as loop:
             address = _at(builder, scores, builder.mul(loop.index, ir.Constant(_I64, LANES)))
-            score = builder.select(visible(loop.index), _load(builder, address), _constant(_LOWEST))
+            score = builder.select(visible(loop.index), _load(builder, address), _constant(LOWEST))
             builder.store(_maximum(builder, score, builder.load(peak)), peak)
-        old = _load(builder, state, _F32)
-        new = _maximum(builder, _reduce(builder, "max", builder.load(peak)), old)
-        new_vector = _splat(builder, new)
+        sums = builder.add(state, ir.Constant(_I64, 4))
+        reference = cgutils.alloca_once(builder, _F32)
         total = cgutils.alloca_once(builder, _VECTOR)
-        builder.store(_constant(0.0), total)
+        shrink = cgutils.alloca_once(builder, _F32)
+        old = _load(builder, state, _F32)
+        builder.store(old, reference)
+        builder.store(_load(builder, sums), total)
+        builder.store(ir.Constant(_F32, 1.0), shrink)
+        limit = _splat(builder, builder.fadd(old, ir.Constant(_F32, _SLACK)))
+        over = builder.fcmp_ordered(">", builder.load(peak), limit)
+        bits = ir.IntType(LANES)
+        any_over = builder.icmp_unsigned("!=", builder.bitcast(over, bits), ir.Constant(bits, 0))
+        with builder.if_then(any_over, likely=False):
+            new = _maximum(builder, _reduce(builder, "max", builder.load(peak)), old)
+            factor = _exp2(builder, builder.fsub(old, new))
+            builder.store(factor, shrink)
+            builder.store(new, reference)
+            builder.store(builder.fmul(builder.load(total), _splat(builder, factor)), total)
+            _store(builder, new, state)
+        relative = _splat(builder, builder.load(reference))
         with cgutils.for_range(builder, num_vectors) as loop:
             address = _at(builder, scores, builder.mul(loop.index, ir.Constant(_I64, LANES)))
-            weight = _exp2(builder, builder.fsub(_load(builder, address), new_vector))
+            weight = _exp2(builder, builder.fsub(_load(builder, address), relative))
             weight = builder.select(visible(loop.index), weight, _constant(0.0))
             _store(builder, weight, address)
             builder.store(builder.fadd(builder.load(total), weight), total)
-        shrink = _exp2(builder, builder.fsub(old, new))
-        sum_address = builder.add(state, ir.Constant(_I64, 4))
-        running = builder.fmul(_load(builder, sum_address, _F32), shrink)
-        _store(builder, new, state)
-        _store(
-            builder,
-            builder.fadd(running, _reduce(builder, "sum", builder.load(total))),
-            sum_address,
-        )
-        return shrink
+        _store(builder, builder.load(total), sums)
+        return builder.load(shrink)
 
     return types.float32(*[types.int64] * 5), codegen
 
 
+@intrinsic
+def sum_of_lanes(typing_context: Any, address: Any) -> Any:
+    """The sum of LANES floats."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return _reduce(builder, "sum", _load(builder, args[0]))
+
+    return types.float32(types.int64), codegen
+
+
 def score_tiles(blocks: int) -> Sequence[Callable[..., Any]]:
     """A tile function for each entry of SCORE_TILES."""
-    return [_score_tile(rows, blocks) for rows in SCORE_TILES]
+    return [_score_tile(rows, blocks, signed_bytes=False) for rows in SCORE_TILES]
 
 
-def mix_tiles(vectors: int) -> Sequence[Callable[..., Any]]:
+def byte_score_tiles(blocks: int) -> Sequence[Callable[..., Any]]:
+    """A tile function for each entry of BYTE_SCORE_TILES."""
+    return [_score_tile(rows, blocks, signed_bytes=True) for rows in BYTE_SCORE_TILES]
+
+
+def mix_tiles(vectors: int, signed_bytes: bool = False) -> Sequence[Callable[..., Any]]:
     """A tile function for each entry of MIX_TILES."""
-    return [_mix_tile(rows, vectors) for rows in MIX_TILES]
+    return [_mix_tile(rows, vectors, signed_bytes) for rows in MIX_TILES]

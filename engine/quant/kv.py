@@ -14,14 +14,22 @@ _NAMES = {
 }
 
 
+def resolved(name: str, quantization: str, backend: str) -> str:
+    """`auto`, as this quantization on this backend means it: where a CPU multiplies activations in
+    int8, keys and values are int8 too, since reading them is most of a decode step's attention, and
+    their rounding is lost in that of the activations. `float` keeps floats."""
+    dynamic = quantization.startswith("int8-dynamic")
+    return "int8" if name == "auto" and backend == "cpu" and dynamic else name
+
+
 def kv_dtype(name: str, default: torch.dtype) -> torch.dtype:
-    """What `kv_cache_dtype` means; auto is `default`, what the backend computes in. Raises
-    EngineError."""
-    if name in ("auto", str(default).removeprefix("torch.")):
+    """What `kv_cache_dtype` means; auto and float are `default`, what the backend computes in.
+    Raises EngineError."""
+    if name in ("auto", "float", str(default).removeprefix("torch.")):
         return default
     found = _NAMES.get(name)
     if found is None:
-        raise EngineError(f"kv_cache_dtype {name!r} is not one of auto, {', '.join(_NAMES)}")
+        raise EngineError(f"kv_cache_dtype {name!r} is not one of auto, float, {', '.join(_NAMES)}")
     return found
 
 

@@ -16,6 +16,7 @@ import pytest
 import tiny
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.engine import Engine
@@ -125,8 +126,11 @@ def distinct(*runs: list[tuple[Bits, list[Any]]]) -> list[int]:
     return found
 
 
-def pool(config: dict[str, Any], blocks: int) -> int:
-    token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 4
+def pool(config: dict[str, Any], blocks: int, quantization: str | None) -> int:
+    """Bytes; beside int8 activations keys and values are int8 too, with a scale a head."""
+    head_dim = config["head_dim"]
+    head = head_dim + 4 if quantization == "int8-dynamic" else 4 * head_dim
+    token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head
     return int((blocks + 1) * BLOCK * token)
 
 
@@ -141,7 +145,7 @@ def test_an_answer_has_the_same_bits_in_every_batch(
     model = tiny.write_checkpoint(tmp_path / "model", family, seed=1)
     texts, tokens = prompts(256), 12
     config = tiny.tiny_config(family)
-    roomy = pool(config, 400)
+    roomy = pool(config, 400, None)
     plain = Watched(
         *(model, quantization),
         kv_cache_memory_bytes=roomy,
@@ -165,7 +169,10 @@ def test_an_answer_has_the_same_bits_in_every_batch(
     assert shared.hits > 5 * 112
     assert shared.groups > 0
     tight = Watched(
-        model, quantization, kv_cache_memory_bytes=pool(config, 16), max_num_batched_tokens=256
+        model,
+        quantization,
+        kv_cache_memory_bytes=pool(config, 16, quantization),
+        max_num_batched_tokens=256,
     )
     scheduler: Any = tight.engine._scheduler
     scheduler.predictor.average = 1.0
@@ -200,13 +207,23 @@ def test_what_is_resumed_half_way_goes_on_with_the_same_bits(
 
 def test_without_the_mode_bits_depend_on_the_batch(tmp_path: Path) -> None:
     """So the comparison above sees what it is for: a prefix of seven blocks ends inside a chunk of
-    keys, and the keys behind it are summed in other groups."""
+    keys, and what was summed before is rescaled after other groups of keys. For that scores must
+    differ by more than a factor of 2**8: the queries are 40 times as large as usual."""
     model = tiny.write_checkpoint(tmp_path / "model", seed=1)
+    (path,) = model.glob("*.safetensors")
+    weights = load_file(path)
+    steep = [name for name in weights if name.endswith("q_proj.weight")]
+    weights.update((name, 40 * weights[name]) for name in steep)
+    save_file(weights, path, metadata={"format": "pt"})
     texts = prompts(256)
-    watched = Watched(model, None, kv_cache_memory_bytes=64 << 20, deterministic=False)
-    alone = watched.run([[seq] for seq in sequences(texts, 12, salts=True)])
-    behind = watched.run([sequences(texts, 12)])
-    assert max(distinct(alone, behind)) == 2
+    found = []
+    for deterministic in (False, True):
+        watched = Watched(model, None, kv_cache_memory_bytes=64 << 20, deterministic=deterministic)
+        alone = watched.run([[seq] for seq in sequences(texts, 12, salts=True)])
+        behind = watched.run([sequences(texts, 12)])
+        found.append(max(distinct(alone, behind)))
+    assert steep
+    assert found == [2, 1]
 
 
 @pytest.mark.parametrize("quantization", SCHEMES)

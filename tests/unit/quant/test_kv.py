@@ -166,7 +166,72 @@ def test_an_engine_with_8_bit_keys_finds_its_prefixes(tmp_path: Path) -> None:
     assert answers[0] == answers[1] and len(answers[0]) == 8
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("kind", [None, *KINDS])
+def test_many_decodes_behind_a_prefix_attend_as_plain_torch_does(
+    kind: str | None, deterministic: bool, config: ModelConfig
+) -> None:
+    """40 rows of one new token: tiles of few queries, claimed with all heads of a token, over one
+    to four chunks of keys; half of the rows behind a prefix of 96 keys. Large scores, so that the
+    softmax's reference moves more than once."""
+    device = torch.device("cpu")
+    contexts = [1 + (37 * row) % 230 for row in range(20)] + [97 + 7 * row for row in range(20)]
+    width = -(-max(contexts) // BLOCK)
+    tables = np.random.default_rng(0).permutation(len(contexts) * width).astype(np.int32)
+    tables = tables.reshape(len(contexts), width)
+    tables[20:, :6] = tables[20, :6]
+    last = np.array(contexts) - 1
+    rows = np.arange(len(contexts))
+    metadata = AttentionMetadata(
+        block_size=BLOCK,
+        positions=last.astype(np.int64),
+        slots=tables[rows, last // BLOCK].astype(np.int64) * BLOCK + last % BLOCK,
+        query_starts=np.arange(len(contexts) + 1, dtype=np.int32),
+        context_lens=np.array(contexts, dtype=np.int32),
+        block_tables=tables,
+        prefixes=(SharedPrefix(np.arange(20, 40), 6),),
+    )
+    dtype = torch.float32 if kind is None else KINDS[kind]
+    compiled = CpuBackend(config, 512, deterministic)
+    plain = TorchBackend(config, 512, torch.float32, device)
+    ours = compiled.allocate_kv(config, tables.size, BLOCK, dtype)[0]
+    theirs = plain.allocate_kv(config, tables.size, BLOCK, dtype)[0]
+    for name, order in (("key", (0, 2, 3, 1)), ("value", (0, 2, 1, 3))):
+        heads = torch.randn(getattr(theirs, name).shape) * (6 if name == "key" else 1)
+        if kind is None:
+            values = heads
+        else:
+            values, scales = quantize_heads(heads, dtype)
+            getattr(theirs, f"{name}_scale").copy_(scales)
+            getattr(ours, f"{name}_scale").copy_(scales.permute(0, 2, 1))
+        getattr(theirs, name).copy_(values)
+        getattr(ours, name).copy_(values.permute(order))
+    qkv = torch.randn(len(contexts), (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+    results = []
+    for backend, kv in ((compiled, ours), (plain, theirs)):
+        plan = backend.prepare(metadata)
+        query = backend.rope_and_store(qkv.clone(), kv, plan, None)
+        results.append(backend.attention(query, kv, plan, None))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
+
+
+def test_keys_are_int8_beside_int8_activations_unless_floats_are_asked_for(tmp_path: Path) -> None:
+    folder = tiny.write_checkpoint(tmp_path / "model", head_dim=32)
+
+    def bytes_of(**settings: str) -> int:
+        config = EngineConfig(str(folder), kv_cache_memory_bytes=1 << 20, num_threads=1, **settings)
+        return load_runner(config).kv_bytes_per_token
+
+    floats, bytes_ = bytes_of(), bytes_of(kv_cache_dtype="int8")
+    assert floats > 3.4 * bytes_
+    assert bytes_of(quantization="int8-dynamic") == bytes_
+    assert bytes_of(quantization="int8-dynamic+head") == bytes_
+    assert bytes_of(quantization="int8-dynamic", kv_cache_dtype="float") == floats
+    assert bytes_of(quantization="int8") == floats
+
+
 def test_an_unknown_kind_is_refused(tmp_path: Path) -> None:
     folder = tiny.write_checkpoint(tmp_path / "model")
-    with pytest.raises(EngineError, match="kv_cache_dtype 'int4' is not one of auto, int8, fp8"):
+    match = "kv_cache_dtype 'int4' is not one of auto, float, int8, fp8"
+    with pytest.raises(EngineError, match=match):
         load_runner(EngineConfig(str(folder), kv_cache_dtype="int4"))
