@@ -8,7 +8,7 @@ from headrace.engine.planner.schemes import Scheme
 from headrace.engine.planner.shapes import ModelShape
 
 TENSOR_PARALLEL = False
-VENDORS = frozenset({"cpu"})
+VENDORS = frozenset({"cpu", "nvidia"})
 MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _GROUPS = (0, 32, 64, 128)
 FLOATS_UP_TO = 1 << 30
