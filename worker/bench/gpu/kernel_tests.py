@@ -11,7 +11,7 @@ from pathlib import Path
 from headrace.worker.bench.gpu.device import Device
 from headrace.worker.bench.gpu.record import Record
 
-_TESTS = Path(__file__).parents[3] / "tests" / "kernels"
+_TESTS = Path(__file__).resolve().parents[3] / "tests" / "kernels"
 _SECONDS = 130.0
 
 
