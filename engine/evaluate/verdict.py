@@ -11,7 +11,7 @@ class Limits:
 
     `drop`: loss of accuracy that is still accepted; `confident`: the whole confidence interval must
     lie within it, not only what was observed. `significance`: a loss with a smaller p-value fails
-    whatever its size.
+    whatever its size. `json_drop` never means less than one answer: of a dozen, one is 8 points.
     """
 
     drop: float = 0.05
@@ -80,12 +80,13 @@ def judge(comparison: Comparison, limits: Limits) -> Verdict:
         )
     before, after = comparison.reference_style.json_valid, comparison.candidate_style.json_valid
     if before is not None and after is not None:
+        drop = max(limits.json_drop, 1 / comparison.reference_style.json_asked)
         checks.append(
             Check(
                 "valid JSON",
-                f"at least {points(-limits.json_drop)}",
+                f"at least {points(-drop)}",
                 points(after - before),
-                after - before >= -limits.json_drop - 1e-9,
+                after - before >= -drop - 1e-9,
             )
         )
     checks += _of_text(comparison, limits)

@@ -89,6 +89,13 @@ def test_json_that_breaks_fails() -> None:
     assert failed(reference, measured("v" * 19 + "j" + "r" * 80)) == []
 
 
+def test_one_broken_json_of_a_few_decides_nothing_and_two_do() -> None:
+    """Of 12, one is 8.3 points."""
+    reference = measured("v" * 12 + "r" * 80)
+    assert failed(reference, measured("v" * 11 + "j" + "r" * 80)) == []
+    assert failed(reference, measured("v" * 10 + "jj" + "r" * 80)) == ["valid JSON"]
+
+
 def test_text_limits_and_what_was_not_measured() -> None:
     distance = Distance(0.2, 0.1, 0.5, 0.9, 0.8)
     reference = measured("rrr", text=TextScore(100.0, 50, 200))
