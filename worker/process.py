@@ -38,6 +38,7 @@ from headrace.worker.start import (
     EXIT_DRAINED,
     EXIT_MODEL,
     EXIT_PORT,
+    EXIT_SOURCE,
     Source,
     StartFailed,
     load_engine,
@@ -237,8 +238,8 @@ class WorkerProcess:
                 patience = max(1.0, self._drain.deadline - time.monotonic())
             left = self._loop.courier.stop(patience)
             if left:
-                log.error("%d results could not be delivered; others will redo them", left)
-                status = status or EXIT_BROKEN
+                log.error("the queue did not take %d results in time; others will redo them", left)
+                status = status or EXIT_SOURCE
         self._tracing.stop(2.0)
         if self._keeper is not None:
             self._keeper.stop()
