@@ -192,21 +192,21 @@ def measure_recovery(scene: Scene, lease: float, jobs: int = 4) -> Recovery:
     return Recovery(lease, seconds)
 
 
-def measure_resume(scene: Scene, lease: float, jobs: int = 4) -> Resume:
+def measure_resume(scene: Scene, lease: float, answer_tokens: int, jobs: int = 4) -> Resume:
     """The same jobs twice: left alone, then with their worker killed half-way."""
     first = scene.worker(lease)
     warm = scene.submit("warm", 8, jobs)
     for job_id in warm:
         scene.client.result(job_id, 600)
     began = time.monotonic()
-    for job_id in scene.submit("whole", ANSWER_TOKENS, jobs):
+    for job_id in scene.submit("whole", answer_tokens, jobs):
         scene.client.result(job_id, 600)
     uninterrupted = time.monotonic() - began
     second = scene.worker(lease)
     second.stop()
     began = time.monotonic()
-    ids = scene.submit("cut", ANSWER_TOKENS, jobs)
-    while min(scene.progress(job_id) for job_id in ids) < ANSWER_TOKENS // 2:
+    ids = scene.submit("cut", answer_tokens, jobs)
+    while min(scene.progress(job_id) for job_id in ids) < answer_tokens // 2:
         time.sleep(0.005)
     first.kill()
     killed = time.monotonic()
@@ -220,7 +220,7 @@ def measure_resume(scene: Scene, lease: float, jobs: int = 4) -> Resume:
         interrupted=(killed - began) + (ended - taken),
         unowned=taken - killed,
         resumed_tokens=sum(result.usage.resumed_from_tokens for result in results),
-        tokens=jobs * ANSWER_TOKENS,
+        tokens=jobs * answer_tokens,
     )
 
 
@@ -289,12 +289,12 @@ def report_recovery(
 
 
 def report_resume(
-    model: str, dtype: str, threads: int, lease: float, repeats: int
+    model: str, dtype: str, threads: int, lease: float, answer_tokens: int, repeats: int
 ) -> dict[str, Any]:
     resumes = []
     for _ in range(repeats):
         with scene(model, dtype, threads) as one:
-            resume = measure_resume(one, lease)
+            resume = measure_resume(one, lease, answer_tokens)
         resumes.append(resume)
         click.echo(
             f"resume: {resume.interrupted:.2f} s killed half-way against "
@@ -317,6 +317,13 @@ PARTS = ("cost", "recovery", "resume")
 @click.option("--dtype", default="float32", show_default=True)
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--lease", "leases", multiple=True, type=float, default=(10.0, 60.0))
+@click.option(
+    "--answer-tokens",
+    default=ANSWER_TOKENS,
+    show_default=True,
+    type=click.IntRange(64),
+    help="resume: length of the answers that are cut half-way.",
+)
 @click.option("--threads", default=0, help="0: this process's CPU quota.")
 @click.option(
     "--part",
@@ -331,6 +338,7 @@ def main(
     dtype: str,
     repeats: int,
     leases: tuple[float, ...],
+    answer_tokens: int,
     threads: int,
     parts: tuple[str, ...],
 ) -> None:
@@ -354,7 +362,7 @@ def main(
     if "recovery" in parts:
         report["recovery"] = report_recovery(path, dtype, threads, leases)
     if "resume" in parts:
-        report["resume"] = report_resume(path, dtype, threads, leases[0], repeats)
+        report["resume"] = report_resume(path, dtype, threads, leases[0], answer_tokens, repeats)
     report["load_average"] = os.getloadavg()
     OUT.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
     click.echo(f"written to {OUT}; load average while it ran: {os.getloadavg()[1]:.1f}")

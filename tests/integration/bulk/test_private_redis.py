@@ -107,7 +107,7 @@ def test_it_ends_with_a_parent_that_is_killed_and_leaves_nothing_behind(how: str
         assert all(alive(pid) for pid in pids), "it must outlive the thread that started it"
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    assert wait_until_gone(pids, 5) == []
+    assert wait_until_gone(pids, 60) == []
     assert not folder.exists()
 
 
@@ -115,7 +115,7 @@ def test_it_ends_when_its_guard_is_killed() -> None:
     parent, _, pids = start_in_process("main")
     try:
         os.kill(pids[0], signal.SIGKILL)
-        assert wait_until_gone(pids, 5) == []
+        assert wait_until_gone(pids, 60) == []
     finally:
         parent.kill()
         parent.wait()
@@ -128,7 +128,7 @@ def test_what_a_killed_family_left_on_disk_goes_with_the_next_start() -> None:
     for pid in (parent.pid, pids[1], pids[0]):
         os.kill(pid, signal.SIGKILL)
     parent.wait()
-    assert wait_until_gone(pids, 5) == []
+    assert wait_until_gone(pids, 60) == []
     assert folder.exists()
     with PrivateRedis() as server:
         assert not folder.exists()
