@@ -57,6 +57,20 @@ def _signal_group(child: int, number: int) -> None:
         os.killpg(child, number)
 
 
+def _is_gone(parent: int, patience: float = 2.0) -> bool:
+    """Whether `parent` has ended. A process that is killed closes its pipes a moment before its
+    children get another parent, on a busy machine a long one; while it lives, the pipe is open,
+    unless it has lost patience with us."""
+    if not select.select([0], [], [], 0)[0]:
+        return os.getppid() != parent
+    end = time.monotonic() + patience
+    while os.getppid() == parent:
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def run(parent: int, command: list[str]) -> int:
     """Run `command` until it ends, and at most until `parent` does; the exit status."""
     wake_read, wake_write = os.pipe()
@@ -95,6 +109,6 @@ def run(parent: int, command: list[str]) -> int:
 if __name__ == "__main__":
     _parent, _remove, _separator, *_command = sys.argv[1:]
     _code = run(int(_parent), _command)
-    if _remove and os.getppid() != int(_parent):
+    if _remove and _is_gone(int(_parent)):
         shutil.rmtree(_remove, ignore_errors=True)
     sys.exit(_code)
