@@ -23,10 +23,11 @@ from headrace.worker.bench.peers.install import (
     preloads,
     python_of,
 )
-from headrace.worker.bench.peers.weights import as_bf16_gguf, as_folder
+from headrace.worker.bench.peers.weights import as_folder, as_gguf, as_int8_folder
 from headrace.worker.bench.subject import Subject
 
 REFERENCE = System.module("headrace engine", "headrace_engine", "float32")
+OTHERS_NAMES = {"int8-dynamic": "int8"}
 
 
 def peer_systems(
@@ -37,8 +38,9 @@ def peer_systems(
     found = []
     for peer in peers:
         missing = _make(peer, cache, install_missing)
-        dtypes = [dtype for dtype in subject.dtypes if dtype in peer.dtypes]
-        for dtype in dtypes or peer.dtypes[-1:]:
+        named = [OTHERS_NAMES.get(dtype, dtype) for dtype in subject.dtypes]
+        dtypes = [dtype for dtype in named if dtype in peer.dtypes]
+        for dtype in dtypes or peer.dtypes[:1]:
             libraries = preloads(peer, cache)
             env = {"HF_HUB_OFFLINE": "1", "PYTHONSAFEPATH": "1"}
             settings = dict(peer.settings)
@@ -175,11 +177,14 @@ def _model(peer: Peer, subject: Subject, dtype: str, cache: Path) -> tuple[str |
     """The model's path for the peer, and why there is none."""
     made = cache / "models"
     try:
-        if peer.model == "folder":
-            return str(as_folder(subject.path, dtype, made)), ""
+        form = peer.int8_model or peer.model if dtype == "int8" else peer.model
+        if form == "compressed-tensors":
+            return str(as_int8_folder(subject.path, made)), ""
+        if form == "folder":
+            return str(as_folder(subject.path, "float32" if dtype == "int8" else dtype, made)), ""
         if subject.path.is_dir():
             return None, "reads GGUF files only, and the model is a folder"
-        return str(as_bf16_gguf(subject.path, made)), ""
+        return str(as_gguf(subject.path, "Q8_0" if dtype == "int8" else "BF16", made)), ""
     except Exception as error:  # Whatever the converters raise, the other rows are wanted.
         return None, f"the model could not be converted: {error}"
 

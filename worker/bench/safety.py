@@ -1,6 +1,6 @@
 """What safety costs, how soon a killed worker's jobs run elsewhere, and what a resume costs.
 
-Three measurements with real processes, a private Redis and the demo model. Run as
+Four measurements with real processes, a private Redis and the demo model. Run as
 `python -m headrace.worker.bench.safety`; figures go to build/bench/safety.json.
 
 cost      throughput through the queue (leases, heartbeats, a checkpoint every 32 tokens, results in
@@ -8,6 +8,8 @@ cost      throughput through the queue (leases, heartbeats, a checkpoint every 3
 recovery  from kill -9 until another worker has the job, for some lease lengths
 resume    wall time of a run killed half-way, less the time in which nobody had it (that is
           `recovery`), over an uninterrupted one of the same jobs
+run       all the time of `headrace run` on a file, killed half-way and typed again, and with its
+          worker alone killed, over an uninterrupted one (`interrupted_run`)
 """
 
 import os
@@ -31,6 +33,7 @@ from headrace.producer import Client, keys
 from headrace.producer.redis_server import PrivateRedis
 from headrace.worker.bench import workloads
 from headrace.worker.bench.compare import System, compare
+from headrace.worker.bench.interrupted_run import measure_interrupted_run
 from headrace.worker.bench.machine import describe_cpu
 
 OUT = Path("build/bench/safety.json")
@@ -40,6 +43,7 @@ COST_TARGET = 0.93
 RESUME_TARGET = 1.1
 ANSWER_TOKENS = 384
 PROMPT_TOKENS = 96
+LINES = 256
 
 
 class Worker:
@@ -309,7 +313,29 @@ def report_resume(
     }
 
 
-PARTS = ("cost", "recovery", "resume")
+def report_run(model: str, dtype: str, threads: int, lines: int, repeats: int) -> dict[str, Any]:
+    runs = []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory(prefix="headrace-safety-") as folder:
+            turn = measure_interrupted_run(Path(folder), model, dtype, threads, lines)
+        runs.append(turn)
+        for one in turn:
+            click.echo(
+                f"run: {one.interrupted:.2f} s with {one.victim} killed after {one.done} of "
+                f"{one.lines} lines against {one.uninterrupted:.2f} s uninterrupted "
+                f"({one.ratio:.3f}, target at most {RESUME_TARGET})"
+            )
+    return {
+        "runs": [asdict(one) | {"ratio": one.ratio} for turn in runs for one in turn],
+        "ratio": {
+            same[0].victim: statistics.median(one.ratio for one in same)
+            for same in zip(*runs, strict=True)
+        },
+        "target": RESUME_TARGET,
+    }
+
+
+PARTS = ("cost", "recovery", "resume", "run")
 
 
 @click.command()
@@ -323,6 +349,13 @@ PARTS = ("cost", "recovery", "resume")
     show_default=True,
     type=click.IntRange(64),
     help="resume: length of the answers that are cut half-way.",
+)
+@click.option(
+    "--lines",
+    default=LINES,
+    show_default=True,
+    type=click.IntRange(8),
+    help="run: length of the file, of questions with one system prompt.",
 )
 @click.option("--threads", default=0, help="0: this process's CPU quota.")
 @click.option(
@@ -339,6 +372,7 @@ def main(
     repeats: int,
     leases: tuple[float, ...],
     answer_tokens: int,
+    lines: int,
     threads: int,
     parts: tuple[str, ...],
 ) -> None:
@@ -363,6 +397,8 @@ def main(
         report["recovery"] = report_recovery(path, dtype, threads, leases)
     if "resume" in parts:
         report["resume"] = report_resume(path, dtype, threads, leases[0], answer_tokens, repeats)
+    if "run" in parts:
+        report["run"] = report_run(path, dtype, threads, lines, repeats)
     report["load_average"] = os.getloadavg()
     OUT.write_bytes(orjson.dumps(report, option=orjson.OPT_INDENT_2))
     click.echo(f"written to {OUT}; load average while it ran: {os.getloadavg()[1]:.1f}")

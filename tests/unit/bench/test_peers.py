@@ -5,17 +5,21 @@ import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
+import gguf
 import psutil
 import pytest
+import tiny
 import tiny_gguf
 import torch
+from safetensors.torch import load_file
 
 from headrace.engine.loading.source import open_checkpoint
 from headrace.worker.bench import beside_peers, report, workloads
 from headrace.worker.bench.compare import System, compare
 from headrace.worker.bench.peers import install
-from headrace.worker.bench.peers.weights import as_bf16_gguf
+from headrace.worker.bench.peers.weights import as_gguf, as_int8_folder
 from headrace.worker.bench.subject import Subject
 
 ECHO = """
@@ -171,24 +175,61 @@ def test_an_environment_that_fails_says_why_and_is_not_marked(
         install.install(peer, tmp_path)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_a_bf16_gguf_has_the_dequantized_weights_of_its_source(tmp_path: Path, family: str) -> None:
-    """Read back by the engine's own loader: every matrix is the source's, rounded to bfloat16, and
-    config and tokenizer facts are unchanged. Made once: the second call finds the file."""
+@pytest.mark.parametrize(
+    ("family", "kind"), [("llama", "BF16"), ("qwen2", "BF16"), ("qwen2", "Q8_0")]
+)
+def test_a_gguf_of_another_kind_has_the_dequantized_weights_of_its_source(
+    tmp_path: Path, family: str, kind: Literal["BF16", "Q8_0"]
+) -> None:
+    """Read back by the engine's own loader: every matrix is the source's, rounded as `kind` does,
+    and config and tokenizer facts are unchanged. Made once: the second call finds the file."""
     source = tiny_gguf.write_gguf(
         tmp_path / "m.gguf", family, quantization="Q4_1", intermediate_size=192
     )
-    made = as_bf16_gguf(source, tmp_path / "cache")
+    made = as_gguf(source, kind, tmp_path / "cache")
     before, after = open_checkpoint(source), open_checkpoint(made)
-    assert after.config == replace(before.config, dtype="bfloat16")
+    assert after.config == replace(before.config, dtype=after.config.dtype)
+    assert (after.config.dtype == "bfloat16") == (kind == "BF16")
     assert after.eos_token_ids == before.eos_token_ids
     shapes = before.tensors.shapes()
     assert after.tensors.shapes() == shapes
     for name, shape in shapes.items():
         exact = before.tensors.load(name).float()
         got = after.tensors.load(name).float()
-        expected = exact if len(shape) == 1 else exact.to(torch.bfloat16).float()
-        assert torch.equal(got, expected), name
+        assert torch.equal(got, exact if len(shape) == 1 else _rounded(exact, kind)), name
     stamp = made.stat().st_mtime_ns
-    assert as_bf16_gguf(source, tmp_path / "cache").stat().st_mtime_ns == stamp
+    assert as_gguf(source, kind, tmp_path / "cache").stat().st_mtime_ns == stamp
     assert not math.isnan(float(after.tensors.load(next(iter(shapes))).float().sum()))
+
+
+def test_an_int8_folder_for_vllm_has_the_layers_rounded_to_nearest_a_channel(
+    tmp_path: Path,
+) -> None:
+    """Layers are the nearest multiples of their channel's scale; the rest is the source's."""
+    source = tmp_path / "m"
+    tiny.write_checkpoint(source)
+    made = as_int8_folder(source, tmp_path / "cache")
+    exact = load_file(source / "model.safetensors")
+    config = json.loads((made / "config.json").read_text())["quantization_config"]
+    (group,) = config["config_groups"].values()
+    assert config["quant_method"] == "compressed-tensors" and group["targets"] == ["Linear"]
+    assert group["weights"]["num_bits"] == 8 and group["weights"]["strategy"] == "channel"
+    assert group["input_activations"]["dynamic"] and group["input_activations"]["num_bits"] == 8
+    got = load_file(made / "model.safetensors")
+    for name, values in exact.items():
+        scale = got.get(name + "_scale")
+        if scale is None:
+            assert torch.equal(got[name].float(), values.to(got[name].dtype).float()), name
+            continue
+        assert got[name].dtype == torch.int8 and scale.shape == (values.shape[0], 1)
+        nearest = (values / scale.float()).round().clamp(-127, 127)
+        assert (got[name].float() - nearest).abs().max() <= 1, name
+        assert (got[name].float() == nearest).float().mean() > 0.99, name
+    assert as_int8_folder(source, tmp_path / "cache") == made
+
+
+def _rounded(values: torch.Tensor, kind: str) -> torch.Tensor:
+    """By the gguf package."""
+    stored = gguf.GGMLQuantizationType[kind]
+    blocks = gguf.quants.quantize(values.numpy(), stored)
+    return torch.from_numpy(gguf.quants.dequantize(blocks, stored)).view(values.shape)

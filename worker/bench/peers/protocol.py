@@ -50,6 +50,15 @@ class Run:
     peak_rss_bytes: int | None = None
 
 
+def fast_float() -> str:
+    """What is multiplied fastest on this processor: bfloat16 where it has instructions for it."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
+    except OSError:
+        flags = []
+    return "bfloat16" if {"avx512_bf16", "amx_bf16"} & set(flags) else "float32"
+
+
 def options() -> Options:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)

@@ -7,7 +7,14 @@ vLLM does not say so.
 import os
 import time
 
-from headrace.worker.bench.peers.protocol import Options, PeerRequest, Run, Runner, serve
+from headrace.worker.bench.peers.protocol import (
+    Options,
+    PeerRequest,
+    Run,
+    Runner,
+    fast_float,
+    serve,
+)
 
 
 def load(options: Options) -> tuple[str, Runner]:
@@ -24,7 +31,8 @@ def load(options: Options) -> tuple[str, Runner]:
     caching = options.extra.get("prefix_caching", "1") == "1"
     engine = vllm.LLM(
         model=options.model,
-        dtype=options.dtype,
+        # What is not in INT8 layers: attention, norms, the head.
+        dtype=fast_float() if options.dtype == "int8" else options.dtype,
         max_num_seqs=int(options.extra.get("max_num_seqs", "64")),
         max_num_batched_tokens=int(options.extra.get("max_num_batched_tokens", "2048")),
         enable_prefix_caching=caching,
