@@ -6,6 +6,7 @@ the other modes are a flag each. Every mode prints Markdown and writes JSON to -
 
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,16 @@ from headrace.worker.options import BytesType
     help="--ablate: only this one. May be repeated.",
 )
 @click.option("--profile", "mode", flag_value="profile", help="Where a step's time goes.")
+@click.option(
+    "--running",
+    type=click.IntRange(1),
+    help="--profile: so many requests, all of them at a time; default: 64.",
+)
+@click.option(
+    "--temperature", type=click.FloatRange(0), help="--profile: sample; default: 0, greedy."
+)
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="--profile: nucleus.")
+@click.option("--top-k", type=click.IntRange(1), help="--profile: among the k likeliest.")
 @click.option("--cold-start", "mode", flag_value="cold-start", help="A worker's start, by phase.")
 @click.option(
     "--exporter", "mode", flag_value="exporter", help="A scrape with 1,000,000 jobs over 1,000."
@@ -136,6 +147,10 @@ def main(
     deterministic: bool,
     measurement: bool,
     mode: str | None,
+    running: int | None,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None,
     techniques: tuple[str, ...],
     chosen_schemes: tuple[str, ...],
     chosen_peers: tuple[str, ...],
@@ -160,7 +175,15 @@ def main(
         report.write(out / "cold_start.json", started)
         click.echo(cold_start.table(started))
         return
+    sampling = {"temperature": temperature, "top_p": top_p, "top_k": top_k}
+    sampling = {name: value for name, value in sampling.items() if value is not None}
+    if mode != "profile" and (sampling or running):
+        raise click.UsageError("--running, --temperature, --top-p and --top-k are for --profile")
+    if sampling and not temperature:
+        raise click.UsageError("--top-p and --top-k choose among what --temperature samples")
     chosen: dict[str, object] = {}
+    if running is not None:
+        chosen["max_num_seqs"] = running
     if kv_cache_memory is not None:
         chosen["kv_cache_memory_bytes"] = kv_cache_memory
     if deterministic:
@@ -172,6 +195,7 @@ def main(
         prompts=prompts,
         max_tokens=max_tokens,
         limit=limit,
+        count=running,
         threads=threads,
         options=chosen,
     )
@@ -198,7 +222,7 @@ def main(
         plots.draw(beside_peers.plot, rows, out / "peers.png")
         return
     if mode == "profile":
-        _profile(subject, out)
+        _profile(subject, sampling, out)
         return
     rows = side_by_side.run(subject, repeats, out)
     report.write(out / "bench.json", {**about, "rows": rows})
@@ -217,7 +241,7 @@ def _how(dtypes: tuple[str, ...]) -> tuple[str, ...]:
     return ("--dtype" if dtypes[0] in side_by_side.FLOATS else "--quantization", dtypes[0])
 
 
-def _profile(subject: Subject, out: Path) -> None:
+def _profile(subject: Subject, sampling: Mapping[str, object], out: Path) -> None:
     """Every workload and dtype: a table each, and all of them in one file."""
     results = []
     for dtype in subject.dtypes:
@@ -225,9 +249,12 @@ def _profile(subject: Subject, out: Path) -> None:
             trial.config_for(subject.path, dtype, subject.threads, **subject.options)
         )
         for name, requests in subject.work.items():
-            found = step_profile.run(engine, requests)
-            results.append({"workload": name, "dtype": dtype, "phases": found})
-            click.echo(f"{name}, {dtype}\n\n{step_profile.table(found)}\n")
+            found = step_profile.run(engine, requests, sampling)
+            results.append(
+                {"workload": name, "dtype": dtype, "sampling": sampling, "phases": found}
+            )
+            told = ", ".join(f"{key} {value}" for key, value in sampling.items()) or "greedy"
+            click.echo(f"{name}, {dtype}, {told}\n\n{step_profile.table(found)}\n")
     about = {"threads": subject.threads, "model": subject.model}
     report.write(out / "profile.json", {**about, "profiles": results})
 

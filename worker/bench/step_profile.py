@@ -90,15 +90,19 @@ class Phase:
         }
 
 
-def run(engine: Engine, requests: Sequence[BenchRequest]) -> dict[str, Any]:
-    """Profile one trial after one that warms up. `prefill`: steps that computed tokens of a prompt
-    (and decoded beside that); `decode`: steps that only decoded."""
+def run(
+    engine: Engine,
+    requests: Sequence[BenchRequest],
+    sampling: Mapping[str, object] | None = None,
+) -> dict[str, Any]:
+    """Profile one trial after one that warms up; greedy without `sampling`. `prefill`: steps
+    that computed tokens of a prompt (and decoded beside that); `decode`: only decoded."""
     trial.run(engine, requests[:2])
     phases = {"prefill": Phase(), "decode": Phase()}
     salt = trial.new_salt()
     with clocked(engine) as clock:
         for request in requests:
-            engine.add(trial.sequence(request, salt))
+            engine.add(trial.sequence(request, salt, sampling))
         clock.take()
         while engine.has_unfinished:
             started = time.perf_counter()
@@ -163,12 +167,14 @@ def table(result: Mapping[str, Mapping[str, Any]]) -> str:
             cells += [figure(1e3 * seconds / steps), f"{seconds / total:.1%}"]
         rows.append(cells)
     whole = ["a step"]
+    width = ["tokens a step"]
     host = ["host part (schedule, inputs, sampler, detokenize, rest)"]
     for phase in result.values():
         steps = max(phase["steps"], 1)
         whole += [figure(1e3 * phase["total_s"] / steps), f"{phase['steps']} steps"]
+        width += [figure(phase["tokens"] / steps), ""]
         host += ["", f"{phase['host_share']:.1%}"]
     head = ["part"]
     for name in result:
         head += [f"{name} ms", "share"]
-    return markdown(head, [*rows, whole, host])
+    return markdown(head, [*rows, whole, width, host])

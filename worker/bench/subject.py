@@ -35,11 +35,13 @@ def load_subject(
     prompts: Path | None = None,
     max_tokens: int = 128,
     limit: int | None = None,
+    count: int | None = None,
     threads: int | None = None,
     options: Mapping[str, object] | None = None,
 ) -> Subject:
     """Resolve and tokenize. `dtypes` empty: this machine's fast one; `names` empty: both workloads,
-    unless `prompts` gives a file. `limit`: the first so many requests of each."""
+    unless `prompts` gives a file. `limit`: the first so many requests of each; `count`: of our
+    workloads, 64 if not said."""
     from headrace.engine.loading.source import resolve_model
     from headrace.engine.machine import available_threads
     from headrace.engine.tokenizer import load_tokenizer
@@ -51,7 +53,7 @@ def load_subject(
         work[prompts.stem] = to_workload(read_requests(prompts, limit), tokenizer, max_tokens)
     for name in names or (() if prompts is not None else workloads.WORKLOADS):
         work[name] = workloads.build(
-            name, lambda text: tokenizer.encode(text, add_special_tokens=False)
+            name, lambda text: tokenizer.encode(text, add_special_tokens=False), count
         )[:limit]
     return Subject(
         *(model, path, tokenizer),

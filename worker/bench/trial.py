@@ -5,7 +5,7 @@ The building block of ablations, the profile and the planner's measurement. Know
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,12 +57,16 @@ def new_salt() -> bytes:
     return f"trial-{next(_salts)}".encode()
 
 
-def sequence(request: BenchRequest, salt: bytes) -> EngineSequence:
-    """Greedy and of a fixed length, so that every variant does the same work."""
+def sequence(
+    request: BenchRequest, salt: bytes, sampling: Mapping[str, object] | None = None
+) -> EngineSequence:
+    """Of a fixed length, so that every variant does the same work; greedy without `sampling`."""
+    chosen: dict[str, object] = {"temperature": 0.0, "seed": request.id, **(sampling or {})}
+    length = request.max_tokens
     return EngineSequence(
         request_id=str(request.id),
         prompt_token_ids=request.prompt_token_ids,
-        params=SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True),
+        params=SamplingParams(max_tokens=length, ignore_eos=True, **chosen),  # type: ignore[arg-type]
         salt=salt,
     )
 

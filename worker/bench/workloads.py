@@ -27,15 +27,17 @@ class BenchRequest:
     max_tokens: int
 
 
-def build(name: WorkloadName, encode: Callable[[str], list[int]]) -> list[BenchRequest]:
+def build(
+    name: WorkloadName, encode: Callable[[str], list[int]], count: int | None = None
+) -> list[BenchRequest]:
     """The workload in the token ids of `encode` (text to ids, no special tokens added).
 
     `shared`: a 511-token head (with SmolLM2's tokenizer) before user texts of 32 to 256 tokens;
-    `unshared`: the user texts alone.
+    `unshared`: the user texts alone. `count`: see `texts`.
     """
     encoded: dict[str, list[int]] = {}
     requests = []
-    for index, (parts, max_tokens) in enumerate(_parts(name)):
+    for index, (parts, max_tokens) in enumerate(_parts(name, count)):
         ids: list[int] = []
         for part in parts:
             if part not in encoded:

@@ -185,6 +185,30 @@ def test_the_profile_command_writes_its_table(model: Path, prompts: Path, tmp_pa
     (profile,) = json.loads((tmp_path / "profile.json").read_text())["profiles"]
     assert profile["workload"] == "mine"
     assert profile["phases"]["decode"]["steps"] > 0
+    assert profile["sampling"] == {} and "float32, greedy" in done.output
+
+
+def test_a_profile_of_sampling_has_as_many_running_as_asked_for(
+    model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """Six requests with room for four, then for two: the steps are narrower."""
+    arguments = ["--profile", "--model", str(model), "--prompts", str(prompts), "--threads", "1"]
+    arguments += ["--kv-cache-memory", "16M", "--dtype", "float32", "--out", str(tmp_path)]
+    how = ["--temperature", "0.8", "--top-p", "0.9", "--top-k", "20"]
+    widths = []
+    for running in ("4", "2"):
+        done = CliRunner().invoke(main, [*arguments, *how, "--running", running])
+        assert done.exit_code == 0, done.output
+        assert "float32, temperature 0.8, top_p 0.9, top_k 20" in done.output
+        (profile,) = json.loads((tmp_path / "profile.json").read_text())["profiles"]
+        assert profile["sampling"] == {"temperature": 0.8, "top_p": 0.9, "top_k": 20}
+        decode = profile["phases"]["decode"]
+        widths.append(decode["tokens"] / decode["steps"])
+    assert widths[0] > 1.5 * widths[1]
+    refused = CliRunner().invoke(main, [*arguments, "--top-p", "0.9"])
+    assert refused.exit_code == 2 and "--temperature" in refused.output
+    refused = CliRunner().invoke(main, ["--ablate", "--running", "4"])
+    assert refused.exit_code == 2 and "--profile" in refused.output
 
 
 def test_schemes_are_measured_beside_each_other(model: Path, prompts: Path, tmp_path: Path) -> None:
