@@ -75,10 +75,9 @@ class LazyGroup(click.Group):
             return None
         module, _, attribute = command.place.partition(":")
         try:
-            found = getattr(importlib.import_module(module), attribute)
+            found: click.Command = getattr(importlib.import_module(module), attribute)
         except ModuleNotFoundError as error:
             raise click.ClickException(_missing(cmd_name, command, error)) from error
-        assert isinstance(found, click.Command)
         _show_variables(found)
         return found
 

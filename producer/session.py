@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headrace.producer.bulk.batch_queue import BatchQueue
 from headrace.producer.bulk.ledger import Ledger
@@ -29,6 +29,14 @@ SUCCEEDED, SOME_FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 _REDIS_PAUSE = 0.5
 _READY_POLL = 0.25
 _PRIVATE_LEASE = 20
+
+
+class _Redis(NamedTuple):
+    """Where this session's jobs lie. `private` None: in a Redis that stays when we go."""
+
+    url: str
+    client: Client
+    private: PrivateRedis | None
 
 
 class Session:
@@ -64,12 +72,13 @@ class Session:
             yield from work
 
         with contextlib.ExitStack() as stack:
-            private, client = self._redis(stack)
+            server = self._redis(stack)
+            private, client = server.private, server.client
             queue = BatchQueue(client, self._ledger.sidecar.job_prefix, self._served.queue)
             pump = Pump(queue, self._ledger, all_work(), max_jobs=self._options.max_jobs)
             progress = Progress(self._total, self._ledger.counts.ended)
             stack.callback(progress.close)
-            worker = self._worker(stack, private, queue, progress)
+            worker = self._worker(stack, server, queue, progress)
             self._totals = pump.totals
             if self._resumed:
                 progress.message(f"going on: {self._resumed} of {self._total} lines have ended")
@@ -83,28 +92,27 @@ class Session:
                         queue.withdraw(pump.outstanding())
                 progress.update(self._ledger.counts.ended)
 
-    def _redis(self, stack: contextlib.ExitStack) -> tuple[PrivateRedis | None, Client]:
-        if self._served.client is not None:
-            return None, self._served.client
+    def _redis(self, stack: contextlib.ExitStack) -> _Redis:
+        if self._served.redis is not None:
+            return _Redis(self._served.redis.url, self._served.redis.client, None)
         private = stack.enter_context(PrivateRedis())
         client = Client(private.url, retry_for=2.0)
         stack.callback(client.close)
-        return private, client
+        return _Redis(private.url, client, private)
 
     def _worker(
         self,
         stack: contextlib.ExitStack,
-        private: PrivateRedis | None,
+        server: _Redis,
         queue: BatchQueue,
         progress: Progress,
     ) -> LocalWorker | None:
         if self._served.local is None:
             return None
+        private = server.private
         if private is not None:
-            url, folder = private.url, private.directory
+            folder = private.directory
         else:
-            assert self._options.redis_url is not None
-            url = self._options.redis_url
             folder = Path(tempfile.mkdtemp(prefix="headrace-run-"))
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
         arguments = ["--queue", self._served.queue]
@@ -115,7 +123,7 @@ class Session:
         arguments += self._options.worker_arguments
         worker = LocalWorker(
             WorkerOptions(self._served.local, self._served.name, tuple(arguments)),
-            url,
+            server.url,
             self._options.worker_log or folder / "worker.log",
             folder=folder,
             name=f"run-{self._ledger.sidecar.run_id}-{os.getpid()}",

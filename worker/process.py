@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from headrace.engine.errors import CheckpointError, EngineError
 from headrace.worker import tracing
@@ -75,7 +76,7 @@ class WorkerProcess:
         self._connection = Connection(self._metrics)
         self._state = WorkerState.LOADING
         self._source: Source | None = None
-        self._source_opened = threading.Event()
+        self._source_for_engine: Future[Source] = Future()
         self._loop: ServingLoop | None = None
         self._keeper: Keeper | None = None
         self._failure: BaseException | None = None
@@ -132,7 +133,7 @@ class WorkerProcess:
             outage_grace=max(5.0, self._config.lease_seconds / 2),
         )
         self._keeper.start()
-        self._source_opened.set()
+        self._source_for_engine.set_result(source)
 
     def _start_http(self) -> HttpServer:
         config = self._config
@@ -318,16 +319,13 @@ class WorkerProcess:
                 warm_up(engine)
             gc.freeze()
             gc.enable()
-            while not self._source_opened.wait(0.5):
-                pass
-            self._serve(engine)
+            self._serve(engine, self._source_for_engine.result())
         except BaseException as error:
             self._failure = error
         finally:
             self._signals.wake()
 
-    def _serve(self, engine: ServingEngine) -> None:
-        assert self._source is not None
+    def _serve(self, engine: ServingEngine, source: Source) -> None:
         config = self._config
         ready_at = time.monotonic()
 
@@ -352,8 +350,8 @@ class WorkerProcess:
         self._metrics.model_load.set(phases.get("load", 0.0) + phases.get("quantize", 0.0))
         self._loop = ServingLoop(
             engine,
-            self._source,
-            self._source,
+            source,
+            source,
             Serving(
                 config.served_model,
                 frozenset({config.served_model, config.engine.model}),

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.metrics import Histogram
+from opentelemetry.metrics import Meter
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
@@ -48,6 +48,39 @@ _FIRST_TOKENS: Final = (
 _INT64: Final = 1 << 63
 
 
+class _RequestTimes:
+    """The histograms of requests' times in the engine."""
+
+    def __init__(self, meter: Meter) -> None:
+        self._duration = meter.create_histogram(
+            "gen_ai.server.request.duration",
+            unit="s",
+            description="From a request's arrival in the engine to its last token.",
+            explicit_bucket_boundaries_advisory=_DURATIONS,
+        )
+        self._first_token = meter.create_histogram(
+            "gen_ai.server.time_to_first_token",
+            unit="s",
+            description="From a request's arrival in the engine to its first token.",
+            explicit_bucket_boundaries_advisory=_FIRST_TOKENS,
+        )
+
+    def record(
+        self,
+        labels: dict[str, Any],
+        arrived: float,
+        first: float,
+        ended: float,
+        failure: Failure | None,
+    ) -> None:
+        """Moments on one clock, in seconds; `first` 0: there was no token."""
+        if first:
+            self._first_token.record(max(0.0, first - arrived), labels)
+        if failure is not None:
+            labels = {**labels, "error.type": failure.code}
+        self._duration.record(max(0.0, ended - arrived), labels)
+
+
 class Spans:
     """`tracing.Tracing` by OpenTelemetry. `model`: the served name; `worker`: this worker's."""
 
@@ -64,24 +97,11 @@ class Spans:
             self._traces = TracerProvider(resource=resource, shutdown_on_exit=False)
             self._traces.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
             self._tracer = self._traces.get_tracer("headrace")
-        self._duration: Histogram | None = None
-        self._first_token: Histogram | None = None
+        self._times: _RequestTimes | None = None
         if metrics:
             reader = PeriodicExportingMetricReader(OTLPMetricExporter())
             self._meters = MeterProvider([reader], resource=resource, shutdown_on_exit=False)
-            meter = self._meters.get_meter("headrace")
-            self._duration = meter.create_histogram(
-                "gen_ai.server.request.duration",
-                unit="s",
-                description="From a request's arrival in the engine to its last token.",
-                explicit_bucket_boundaries_advisory=_DURATIONS,
-            )
-            self._first_token = meter.create_histogram(
-                "gen_ai.server.time_to_first_token",
-                unit="s",
-                description="From a request's arrival in the engine to its first token.",
-                explicit_bucket_boundaries_advisory=_FIRST_TOKENS,
-            )
+            self._times = _RequestTimes(self._meters.get_meter("headrace"))
 
     def answered(self, flight: InFlight, result: schemas.Result) -> None:
         usage = result.usage
@@ -121,25 +141,9 @@ class Spans:
         arrived = min((s.arrival_time for s in sequences if s.arrival_time), default=0.0)
         first = min((s.first_token_time for s in sequences if s.first_token_time), default=0.0)
         ended = max((s.finish_time for s in sequences), default=0.0)
-        if self._duration is not None and arrived and ended:
-            self._measure(flight.request, arrived, first, ended, failure)
+        if self._times is not None and arrived and ended:
+            self._times.record(self._common(flight.request), arrived, first, ended, failure)
         self._span(flight.job, flight.request, flight.claimed_at, first, ended, answer, failure)
-
-    def _measure(
-        self,
-        request: schemas.Request,
-        arrived: float,
-        first: float,
-        ended: float,
-        failure: Failure | None,
-    ) -> None:
-        assert self._duration is not None and self._first_token is not None
-        labels = self._common(request)
-        if first:
-            self._first_token.record(max(0.0, first - arrived), labels)
-        if failure is not None:
-            labels["error.type"] = failure.code
-        self._duration.record(max(0.0, ended - arrived), labels)
 
     def _common(self, request: schemas.Request) -> dict[str, Any]:
         return {

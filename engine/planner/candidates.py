@@ -57,6 +57,11 @@ class Candidate:
     notes: tuple[str, ...] = ()
 
     @property
+    def kv_bytes(self) -> int:
+        """What is left for keys and values; 0 where the scheme or the split is impossible."""
+        return 0 if self.memory is None else self.memory.kv
+
+    @property
     def follows_70_30(self) -> bool:
         return 0 < self.weights_share <= WEIGHTS_SHARE
 

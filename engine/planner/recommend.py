@@ -85,8 +85,7 @@ def apply_rules(
             return wide, f"{held}; 8 bits would hold {eight.max_sequences} and save nothing"
         return wide, held
     if not any(bits >= 16 for bits in compared | {r.bits for r in rows}):
-        best = _cheapest(fitting)
-        assert best is not None
+        best = min(fitting, key=_cost)
         return best, f"{best.scheme} fits; 16 bits were not compared"
     if eight is not None and eight.max_sequences >= demand:
         return eight, f"does not fit in 16 bits; 8 bits fit and hold all {demand} at once"
@@ -205,7 +204,7 @@ def _nothing_fits(model: Model, rows: Sequence[Candidate]) -> Recommendation:
     with_memory = [r for r in rows if r.memory is not None]
     reasons = ["Nothing compared fits."]
     if with_memory:
-        near = max(with_memory, key=lambda r: r.memory.kv if r.memory else 0)
+        near = max(with_memory, key=lambda r: r.kv_bytes)
         reasons.append(f"Nearest: {near.count} x {near.gpu} in {near.scheme}: {near.reason}.")
     elif rows:
         reasons.append(f"{rows[0].gpu} in {rows[0].scheme}: {rows[0].reason}.")
@@ -216,14 +215,12 @@ def _nothing_fits(model: Model, rows: Sequence[Candidate]) -> Recommendation:
 
 
 def _check_70_30(row: Candidate) -> str:
-    memory = row.memory
-    assert memory is not None
     rest = 1 - row.weights_share
     verdict = "holds" if row.follows_70_30 else "is broken"
     advice = (
         ""
         if row.follows_70_30
-        else f", yet {gib(memory.kv)} for KV hold {row.max_sequences} sequences"
+        else f", yet {gib(row.kv_bytes)} for KV hold {row.max_sequences} sequences"
     )
     return (
         f"Check: weights {row.weights_share:.0%}, {rest:.0%} for the run: the rule of "

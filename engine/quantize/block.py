@@ -105,9 +105,7 @@ class Texts:
         self.states = torch.empty(0)
         longest = max(self.lengths)
         self.backend = _backend(config, longest)
-        tokens = max(len(plan.slots) for plan, _ in self._metadata())
-        blocks = max(plan.block_tables.size for plan, _ in self._metadata())
-        assert tokens <= blocks * _BLOCK_SIZE
+        blocks = max(metadata.block_tables.size for metadata, _ in self._metadata())
         self._kv: LayerKV = self.backend.allocate_kv(
             self._one_layer, blocks, _BLOCK_SIZE, torch.float32
         )[0]
@@ -162,7 +160,7 @@ def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _metadata(lengths: Sequence[int]) -> AttentionMetadata:
-    """Whole sequences, each in blocks of its own."""
+    """Whole sequences, each in blocks of its own: `block_tables.size` blocks hold them all."""
     width = -(-max(lengths) // _BLOCK_SIZE)
     tables = np.arange(len(lengths) * width, dtype=np.int32).reshape(len(lengths), width)
     positions = [np.arange(length, dtype=np.int64) for length in lengths]

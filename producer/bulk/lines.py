@@ -100,12 +100,11 @@ class LineParser:
         return custom_id, url, body
 
     def _checked_url(self, number: int, url: Any) -> str:
-        if url not in translate.URLS:
+        if not isinstance(url, str) or url not in translate.URLS:
             shown = _short(url) if isinstance(url, str) else "missing"
             raise translate.Refused(
                 "unsupported_url", f"url is {shown}; supported: {', '.join(translate.URLS)}", "url"
             )
-        assert isinstance(url, str)
         if self._url is None:
             self._url, self._url_line = url, number
         elif url != self._url:
