@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headrace.engine.layers import cpu_kernels
+from headrace.engine.layers import cpu_tokenwise
 from headrace.engine.layers.backend import (
     AttentionMetadata,
     HeadNorms,
@@ -24,7 +24,17 @@ from headrace.engine.layers.backend import (
     SharedPrefix,
     lazy_zeros,
 )
-from headrace.engine.layers.cpu_simd import LANES, STATE_FLOATS
+from headrace.engine.layers.cpu_attention_tiles import STATE_FLOATS
+from headrace.engine.layers.cpu_paged_attention import (
+    CHUNK,
+    RESUME,
+    SAVE,
+    START,
+    TILE_FIELDS,
+    paged_attention,
+    scratch_floats,
+)
+from headrace.engine.layers.cpu_simd import LANES
 from headrace.engine.layers.openmp import launcher
 from headrace.engine.layers.rope import rope_table
 from headrace.engine.models.config import ModelConfig
@@ -77,7 +87,7 @@ class CpuBackend:
         self._launch = launcher()
         self._tile_tokens = max(1, _TILE_ROWS // config.group_size)
         rows = self._tile_tokens * config.group_size
-        self._scratch_stride = cpu_kernels.scratch_floats(rows, config.head_dim)
+        self._scratch_stride = scratch_floats(rows, config.head_dim)
         self._scratch = torch.empty(torch.get_num_threads() * self._scratch_stride)
         self._query_scale = _bits(config.head_dim**-0.5 * _LOG2_E)
         self._eps = _bits(config.rms_norm_eps)
@@ -140,7 +150,7 @@ class CpuBackend:
         config = self._config
         tokens = len(qkv)
         self._run(
-            cpu_kernels.rope_and_store,
+            cpu_tokenwise.rope_and_store,
             self._counter,
             qkv.data_ptr(),
             tokens,
@@ -169,7 +179,7 @@ class CpuBackend:
         for tiles in plan.passes if window is None else (plan.whole,):
             self._counters[1] = 0
             self._run(
-                cpu_kernels.paged_attention,
+                paged_attention,
                 self._counter,
                 self._counter + 8,
                 query.data_ptr(),
@@ -201,7 +211,7 @@ class CpuBackend:
         rows, width = gate_up.shape
         out = torch.empty(rows, width // 2)
         self._run(
-            cpu_kernels.silu_mul,
+            cpu_tokenwise.silu_mul,
             self._counter,
             gate_up.data_ptr(),
             out.data_ptr(),
@@ -214,7 +224,7 @@ class CpuBackend:
     def _norm(self, x: Tensor, delta: int, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
         self._run(
-            cpu_kernels.add_rms_norm,
+            cpu_tokenwise.add_rms_norm,
             self._counter,
             x.data_ptr(),
             delta,
@@ -243,14 +253,14 @@ class CpuBackend:
         row = np.repeat(np.arange(len(lengths)), per_row)
         index = np.arange(len(row)) - np.repeat(np.cumsum(per_row) - per_row, per_row)
         offset = index * self._tile_tokens
-        fields = np.zeros((len(row), cpu_kernels.TILE_FIELDS), dtype=np.int64)
+        fields = np.zeros((len(row), TILE_FIELDS), dtype=np.int64)
         fields[:, 0] = starts[row] + offset
         fields[:, 1] = np.minimum(lengths[row] - offset, self._tile_tokens)
         fields[:, 2] = row
         fields[:, 4] = metadata.positions[fields[:, 0] + fields[:, 1] - 1] + 1
         if shared is not None:
             fields[:, 3] = shared[row] * metadata.block_size
-            fields[:, 5] = np.where(shared[row] > 0, cpu_kernels.RESUME, cpu_kernels.START)
+            fields[:, 5] = np.where(shared[row] > 0, RESUME, START)
         return fields[np.argsort((fields[:, 3] - fields[:, 4]) * fields[:, 1], kind="stable")]
 
     def _prefix_tiles(self, metadata: AttentionMetadata) -> _Tiles:
@@ -263,12 +273,12 @@ class CpuBackend:
             offsets = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
             tokens.append(np.repeat(begin, lengths) + offsets)
             count = -(-total // self._tile_tokens)
-            fields = np.zeros((count, cpu_kernels.TILE_FIELDS), dtype=np.int64)
+            fields = np.zeros((count, TILE_FIELDS), dtype=np.int64)
             fields[:, 0] = first + np.arange(count) * self._tile_tokens
             fields[:, 1] = np.minimum(first + total - fields[:, 0], self._tile_tokens)
             fields[:, 2] = prefix.rows[0]
             fields[:, 4] = prefix.num_blocks * metadata.block_size
-            fields[:, 5] = cpu_kernels.SAVE
+            fields[:, 5] = SAVE
             tiles.append(fields)
             first += total
         return _Tiles(np.concatenate(tiles), np.concatenate(tokens))
@@ -281,7 +291,7 @@ def _whole_chunks(metadata: AttentionMetadata) -> list[SharedPrefix]:
     dimensions and keys, keys that a query does not see change nothing, and a state that is saved
     and resumed is the same float32 numbers.
     """
-    step = cpu_kernels.CHUNK // math.gcd(cpu_kernels.CHUNK, metadata.block_size)
+    step = CHUNK // math.gcd(CHUNK, metadata.block_size)
     return [
         replace(found, num_blocks=found.num_blocks // step * step)
         for found in metadata.prefixes

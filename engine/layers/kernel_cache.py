@@ -15,7 +15,11 @@ from pathlib import Path
 import numba
 
 _ENGINE = Path(__file__).parents[1]
-_SOURCES = ("layers/cpu_simd.py", "layers/cpu_kernels.py", "quant/*simd.py", "quant/*_kernels.py")
+_SOURCES = (
+    *("layers/cpu_simd.py", "layers/cpu_attention_tiles.py"),
+    *("layers/cpu_paged_attention.py", "layers/cpu_tokenwise.py"),
+    *("quant/*simd.py", "quant/*_kernels.py"),
+)
 _PREFIX = "headrace-kernels-"
 
 
@@ -45,8 +49,11 @@ def choose_cache_folder() -> Path:
 
 
 def sources_digest() -> str:
+    """Of every file that kernels are written in or take helpers from: 16 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=8)
     for pattern in _SOURCES:
         for path in sorted(_ENGINE.glob(pattern)):
+            # With its name: what moves from the end of one to the start of the next is a change.
+            digest.update(f"{path.name}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -1,53 +1,42 @@
-"""Compiled CPU kernels: norms, gating, rope with the KV store, and paged attention, in float32.
+"""The CPU's paged attention: queries of any mix of prompts and decodes against keys and values in
+blocks, with an online softmax; float32 arithmetic, keys and values float32 or 8 bits.
 
-Each kernel is `void f(int64 *args)`: addresses and sizes, the first entry a counter from which the
-threads of one launch claim work. `layers.cpu_backend` fills the arguments. Keys lie
-[block, kv_head, head_dim, block_size], values [block, kv_head, block_size, head_dim].
+One kernel, `void f(int64 *args)`: addresses and sizes, the first entry a counter from which the
+threads of one launch claim work. `layers.cpu_backend` fills the arguments and cuts the tiles. Keys
+lie [block, kv_head, head_dim, block_size], values [block, kv_head, block_size, head_dim].
 """
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numba import carray, cfunc, njit
 
-from headrace.engine.layers.cpu_simd import (
+from headrace.engine.layers.cpu_attention_tiles import (
     BYTE_SCORE_BLOCKS,
-    BYTE_SCORE_TILES,
-    LANES,
     LOWEST,
-    MIX_TILES,
     MIX_VECTORS,
     SCORE_BLOCKS,
-    SCORE_TILES,
     STATE_FLOATS,
-    as_float,
-    byte_score_tiles,
+    mix_rows,
+    score_rows,
+    softmax_step,
+)
+from headrace.engine.layers.cpu_simd import (
+    LANES,
     claim,
-    exp2,
     floats_at,
     integers_at,
-    mix_tiles,
     prefetch,
-    score_tiles,
-    softmax_step,
     sum_of_lanes,
 )
 from headrace.engine.layers.kernel_cache import choose_cache_folder
-from headrace.engine.quant.kv_kernels import load_keys, load_values, store_head
+from headrace.engine.quant.kv_kernels import load_keys, load_values
 
 choose_cache_folder()
 
 # Only what lets a sum be vectorized: numba puts these flags on every instruction, and more of them
 # would undo exp2's rounding trick and hide NaN.
-_OPTIONS: dict[str, Any] = {
-    "cache": True,
-    "error_model": "numpy",
-    "fastmath": {"contract"},
-}
-_SUMS = {**_OPTIONS, "fastmath": {"contract", "reassoc", "nsz"}}
-_SIGNATURE = "void(CPointer(int64))"
-_LOG2_E = 1.4426950408889634
+_OPTIONS: dict[str, Any] = {"cache": True, "error_model": "numpy", "fastmath": {"contract"}}
 
 CHUNK = 64
 """Keys that a tile of queries looks at before its softmax moves on."""
@@ -70,211 +59,14 @@ def scratch_floats(rows: int, head_dim: int, chunk: int = CHUNK) -> int:
     return rows * (2 * head_dim + chunk + STATE_FLOATS) + addresses + unpacked + 2 * LANES
 
 
-@njit(inline="always", fastmath={"contract", "reassoc", "nsz"})
-def _square_sum(row: Any, size: Any) -> Any:
-    total = row[0] * 0
-    for i in range(size):
-        total += row[i] * row[i]
-    return total
-
-
-@cfunc(_SIGNATURE, **_SUMS)
-def add_rms_norm(args: Any) -> None:
-    """args: counter, x, delta (0: none), weight, out, rows, size, eps, rows a claim."""
-    a = carray(args, (9,))
-    counter, x, delta, weight_at, out = a[0], a[1], a[2], a[3], a[4]
-    rows, size, eps, grain = a[5], a[6], as_float(a[7]), a[8]
-    weight = carray(floats_at(weight_at), (size,))
-    while True:
-        first = claim(counter) * grain
-        if first >= rows:
-            break
-        for r in range(first, min(first + grain, rows)):
-            source = carray(floats_at(x + 4 * r * size), (size,))
-            target = carray(floats_at(out + 4 * r * size), (size,))
-            if delta != 0:
-                change = carray(floats_at(delta + 4 * r * size), (size,))
-                for i in range(size):
-                    source[i] += change[i]
-            scale = 1.0 / (_square_sum(source, size) / size + eps) ** 0.5
-            for i in range(size):
-                target[i] = source[i] * scale * weight[i]
-
-
-@cfunc(_SIGNATURE, **_OPTIONS)
-def silu_mul(args: Any) -> None:
-    """args: counter, gate_up, out, rows, size, rows a claim."""
-    a = carray(args, (6,))
-    counter, gate_up, out, rows, size, grain = a[0], a[1], a[2], a[3], a[4], a[5]
-    while True:
-        first = claim(counter) * grain
-        if first >= rows:
-            break
-        for r in range(first, min(first + grain, rows)):
-            gate = carray(floats_at(gate_up + 8 * r * size), (size,))
-            up = carray(floats_at(gate_up + 8 * r * size + 4 * size), (size,))
-            target = carray(floats_at(out + 4 * r * size), (size,))
-            for i in range(size):
-                decay = exp2(min(gate[i] * -_LOG2_E, 126.0))
-                target[i] = gate[i] / (1 + decay) * up[i]
-
-
-@njit(inline="always")
-def _rotate(head: Any, cos: Any, sin: Any, half: Any, scale: Any) -> None:
-    for i in range(half):
-        first, second = head[i], head[i + half]
-        head[i] = (first * cos[i] - second * sin[i]) * scale
-        head[i + half] = (second * cos[i] + first * sin[i]) * scale
-
-
-@njit(inline="always")
-def _normalize(head: Any, weight: Any, size: Any, eps: Any) -> None:
-    scale = 1.0 / (_square_sum(head, size) / size + eps) ** 0.5
-    for i in range(size):
-        head[i] = head[i] * scale * weight[i]
-
-
-@cfunc(_SIGNATURE, **_SUMS)
-def rope_and_store(args: Any) -> None:
-    """args: counter, qkv, tokens, heads, kv heads, head_dim, cos, sin, positions, slots, keys,
-    values, block size, query scale, query norm (0: none), key norm, eps, tokens a claim, kind of
-    keys and values (0 float32, else as `quant.kv_kernels` numbers them), key scales, value scales.
-
-    Queries are rotated in place and scaled for base-2 softmax.
-    """
-    a = carray(args, (21,))
-    counter, qkv, tokens, heads, kv_heads, head_dim = a[0], a[1], a[2], a[3], a[4], a[5]
-    cos_at, sin_at, keys, values, block_size = a[6], a[7], a[10], a[11], a[12]
-    scale, eps, grain, kind = as_float(a[13]), as_float(a[16]), a[17], a[18]
-    positions = carray(integers_at(a[8]), (tokens,))
-    slots = carray(integers_at(a[9]), (tokens,))
-    half = head_dim // 2
-    normed = a[14] != 0
-    query_norm = carray(floats_at(a[14]), (head_dim,))
-    key_norm = carray(floats_at(a[15]), (head_dim,))
-    width = (heads + 2 * kv_heads) * head_dim
-    while True:
-        first = claim(counter) * grain
-        if first >= tokens:
-            break
-        for t in range(first, min(first + grain, tokens)):
-            cos = carray(floats_at(cos_at + 4 * positions[t] * half), (half,))
-            sin = carray(floats_at(sin_at + 4 * positions[t] * half), (half,))
-            block, offset = slots[t] // block_size, slots[t] % block_size
-            row = qkv + 4 * t * width
-            for h in range(heads):
-                head = carray(floats_at(row + 4 * h * head_dim), (head_dim,))
-                if normed:
-                    _normalize(head, query_norm, head_dim, eps)
-                _rotate(head, cos, sin, half, scale)
-            for g in range(kv_heads):
-                head = carray(floats_at(row + 4 * (heads + g) * head_dim), (head_dim,))
-                if normed:
-                    _normalize(head, key_norm, head_dim, eps)
-                _rotate(head, cos, sin, half, 1.0)
-                place = (block * kv_heads + g) * head_dim * block_size
-                if kind != 0:
-                    at = 4 * ((block * kv_heads + g) * block_size + offset)
-                    key = row + 4 * (heads + g) * head_dim
-                    store_head(key, head_dim, kind, keys + place + offset, block_size, a[19] + at)
-                    value = key + 4 * kv_heads * head_dim
-                    to = values + place + offset * head_dim
-                    store_head(value, head_dim, kind, to, 1, a[20] + at)
-                    continue
-                columns = carray(
-                    floats_at(keys + 4 * (place + offset)), ((head_dim - 1) * block_size + 1,)
-                )
-                for i in range(head_dim):
-                    columns[i * block_size] = head[i]
-                source = carray(floats_at(row + 4 * (heads + kv_heads + g) * head_dim), (head_dim,))
-                target = carray(floats_at(values + 4 * (place + offset * head_dim)), (head_dim,))
-                for i in range(head_dim):
-                    target[i] = source[i]
-
-
-def _score_rows(sizes: Sequence[int], tiles: Sequence[Callable[..., Any]]) -> Any:
-    """scores of any number of rows: the largest tile as often as it fits, then the next."""
-    size, tile = sizes[0], tiles[0]
-    if len(sizes) == 1:
-
-        @njit
-        def rest(
-            rows: Any, query: Any, keys: Any, stride: Any, head_dim: Any, scores: Any, chunk: Any
-        ) -> None:
-            return
-
-    else:
-        rest = _score_rows(sizes[1:], tiles[1:])
-
-    @njit
-    def run(
-        rows: Any, query: Any, keys: Any, stride: Any, head_dim: Any, scores: Any, chunk: Any
-    ) -> None:
-        row = 0
-        while rows - row >= size:
-            tile(
-                query + 4 * row * head_dim, keys, stride, head_dim, scores + 4 * row * chunk, chunk
-            )
-            row += size
-        if row < rows:
-            rest(
-                rows - row,
-                query + 4 * row * head_dim,
-                keys,
-                stride,
-                head_dim,
-                scores + 4 * row * chunk,
-                chunk,
-            )
-
-    return run
-
-
-def _mix_rows(sizes: Sequence[int], tiles: Sequence[Callable[..., Any]]) -> Any:
-    """Weighted values of any number of rows, for one group of columns."""
-    size, tile = sizes[0], tiles[0]
-    if len(sizes) == 1:
-
-        @njit
-        def rest(
-            rows: Any, weights: Any, chunk: Any, values: Any, column: Any, n: Any, d: Any, out: Any
-        ) -> None:
-            return
-
-    else:
-        rest = _mix_rows(sizes[1:], tiles[1:])
-
-    @njit
-    def run(
-        rows: Any, weights: Any, chunk: Any, values: Any, column: Any, n: Any, d: Any, out: Any
-    ) -> None:
-        row = 0
-        while rows - row >= size:
-            tile(weights + 4 * row * chunk, chunk, values, column, n, d, out + 4 * row * d)
-            row += size
-        if row < rows:
-            rest(
-                rows - row,
-                weights + 4 * row * chunk,
-                chunk,
-                values,
-                column,
-                n,
-                d,
-                out + 4 * row * d,
-            )
-
-    return run
-
-
-_scores_wide = _score_rows(SCORE_TILES, score_tiles(SCORE_BLOCKS))
-_scores_narrow = _score_rows(SCORE_TILES, score_tiles(1))
-_mix_wide = _mix_rows(MIX_TILES, mix_tiles(MIX_VECTORS))
-_mix_narrow = _mix_rows(MIX_TILES, mix_tiles(1))
-_scores_bytes_wide = _score_rows(BYTE_SCORE_TILES, byte_score_tiles(BYTE_SCORE_BLOCKS))
-_scores_bytes_narrow = _score_rows(BYTE_SCORE_TILES, byte_score_tiles(1))
-_mix_bytes_wide = _mix_rows(MIX_TILES, mix_tiles(MIX_VECTORS, signed_bytes=True))
-_mix_bytes_narrow = _mix_rows(MIX_TILES, mix_tiles(1, signed_bytes=True))
+_scores_wide = score_rows(SCORE_BLOCKS)
+_scores_narrow = score_rows(1)
+_scores_bytes_wide = score_rows(BYTE_SCORE_BLOCKS, signed_bytes=True)
+_scores_bytes_narrow = score_rows(1, signed_bytes=True)
+_mix_wide = mix_rows(MIX_VECTORS)
+_mix_narrow = mix_rows(1)
+_mix_bytes_wide = mix_rows(MIX_VECTORS, signed_bytes=True)
+_mix_bytes_narrow = mix_rows(1, signed_bytes=True)
 
 
 @njit(inline="always")
@@ -289,12 +81,12 @@ def _scale_columns(rows: Any, scores: Any, chunk: Any, vectors: Any, scales: Any
                 part[lane] *= factors[lane]
 
 
-@cfunc(_SIGNATURE, **_OPTIONS)
+@cfunc("void(CPointer(int64))", **_OPTIONS)
 def paged_attention(args: Any) -> None:
     """args: counter, thread counter, query (row 0), its token stride, out, state, tiles, number of
     tiles, tokens, positions, block tables, table stride, keys, values, heads, kv heads, head_dim,
-    block size, window (0: none), scratch, scratch stride, kind of keys and values (see
-    rope_and_store), key scales, value scales, kv heads a claim (of one tile: a divisor of them),
+    block size, window (0: none), scratch, scratch stride, kind of keys and values (as for
+    `cpu_tokenwise`), key scales, value scales, kv heads a claim (of one tile: a divisor of them),
     rows up to which int8 is widened in registers, in each tile anew (others share what is widened
     once; the bits differ).
 
