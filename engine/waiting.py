@@ -112,7 +112,7 @@ class _Trie:
             common = _common(other.keys, keys, node.depth)
             inner = PrefixNode(node, keys[:common], common * self.block_size)
             node.children[key] = inner
-            self._move(other, inner)
+            self._move(other, node, inner)
             node = inner
         self._place(waiter, node)
 
@@ -133,10 +133,8 @@ class _Trie:
         self._rank(inner)
         return inner
 
-    def _move(self, waiter: Waiter, node: PrefixNode) -> None:
-        """Sink a waiter into a node just made below the one it lies in."""
-        upper = waiter.node
-        assert upper is not None
+    def _move(self, waiter: Waiter, upper: PrefixNode, node: PrefixNode) -> None:
+        """Sink a waiter from the node that it lies in into one just made below."""
         if node.depth < len(waiter.keys):
             node.children[waiter.keys[node.depth]] = waiter
         node.hold_until = waiter.hold_until
@@ -314,23 +312,23 @@ class WaitingQueue:
 
         False, and nothing held, once they have been held for `max_delay` steps since the first.
         """
-        node = waiter.node
-        if node is None:
+        home = waiter.node
+        if home is None:
             return False
-        owner: PrefixNode | Waiter = waiter
-        while node is not None and node.depth > index:
-            owner = node
-            node = node.parent
+        group: PrefixNode | None = None
+        above: PrefixNode | None = home
+        while above is not None and above.depth > index:
+            group, above = above, above.parent
+        owner = waiter if group is None else group
         if owner.hold_until is None:
             owner.hold_until = step + max_delay
         if step >= owner.hold_until:
             return False
-        if isinstance(owner, PrefixNode):
-            self._held_nodes.add(owner)
+        if group is not None:
+            self._held_nodes.add(group)
         else:
-            assert owner.node is not None
-            heapq.heappop(owner.node.waiters)
-            self._held_waiters.append(owner)
+            heapq.heappop(home.waiters)
+            self._held_waiters.append(waiter)
         return True
 
     def end_step(self) -> None:

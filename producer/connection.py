@@ -246,7 +246,7 @@ async def send_async(client: Any, call: RedisCall, retry_for: float = RETRY_FOR)
             await asyncio.sleep(patience.next_delay(error))
 
 
-async def _send_once_async(client: Any, call: RedisCall) -> Any:
+async def _send_once_async(client: Any, call: Eval | Commands | Block) -> Any:
     if isinstance(call, Eval):
         tail = (len(call.keys), *call.keys, *call.args)
         try:
@@ -258,11 +258,10 @@ async def _send_once_async(client: Any, call: RedisCall) -> Any:
         for command in call.commands:
             pipeline.execute_command(*command)
         return await pipeline.execute()
-    assert isinstance(call, Block)
     return await client.execute_command(*call.command)
 
 
-def _send_once(client: RedisClient, call: RedisCall) -> Any:
+def _send_once(client: RedisClient, call: Eval | Commands | Block) -> Any:
     if isinstance(call, Eval):
         tail = (len(call.keys), *call.keys, *call.args)
         try:
@@ -274,7 +273,6 @@ def _send_once(client: RedisClient, call: RedisCall) -> Any:
         for command in call.commands:
             pipeline.execute_command(*command)
         return pipeline.execute()
-    assert isinstance(call, Block)
     return client.execute_command(*call.command)
 
 

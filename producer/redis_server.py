@@ -129,9 +129,9 @@ class PrivateRedis:
         attempts = 5
         for attempt in range(attempts):
             configuration = self._write_configuration()
-            self._launch(self.server.path, configuration)
+            process = self._launch(self.server.path, configuration)
             try:
-                self._wait_until_ready()
+                self._wait_until_ready(process)
                 return self
             except RedisServerError as error:
                 self._end_process()
@@ -149,8 +149,8 @@ class PrivateRedis:
         if self.server is None:
             raise RedisServerError("the private Redis is not running; call start() first")
         end_guarded(self._process, grace=0.0)
-        self._launch(self.server.path, self.directory / "redis.conf")
-        self._wait_until_ready()
+        process = self._launch(self.server.path, self.directory / "redis.conf")
+        self._wait_until_ready(process)
         return True
 
     def stop(self) -> None:
@@ -203,7 +203,7 @@ class PrivateRedis:
         (directory / "redis.log").unlink(missing_ok=True)
         return configuration
 
-    def _launch(self, binary: Path, configuration: Path) -> None:
+    def _launch(self, binary: Path, configuration: Path) -> subprocess.Popen[bytes]:
         remove = "" if self._keep else str(self.directory)
         self._process = spawn_guarded(
             [str(binary), str(configuration)],
@@ -212,16 +212,16 @@ class PrivateRedis:
             environment={**os.environ, "LC_ALL": "C"},
             output=self.directory / "output.log",
         )
+        return self._process
 
-    def _wait_until_ready(self) -> None:
-        assert self._process is not None
+    def _wait_until_ready(self, process: subprocess.Popen[bytes]) -> None:
         deadline = time.monotonic() + _START_SECONDS
         with contextlib.closing(redis.Redis.from_url(self.url, socket_timeout=2)) as connection:
             while True:
                 with contextlib.suppress(redis.RedisError):
                     connection.ping()
                     return
-                if (code := self._process.poll()) is not None:
+                if (code := process.poll()) is not None:
                     raise RedisServerError(f"Redis ended at once (status {code}): {self._log()}")
                 if time.monotonic() > deadline:
                     raise RedisServerError(

@@ -111,10 +111,12 @@ class BlockManager:
         if seq.seq_id in self._tables:
             raise ValueError(f"sequence {seq.seq_id} has a table already")
         blocks: list[Block] = []
+        last: tuple[int, bytes] | None = None
         for block, serial in zip(match.blocks, match.serials, strict=True):
             if block.key is None or block.serial != serial:
                 break
             blocks.append(block)
+            last = serial, block.key
         num_cached = min(len(blocks) * self.block_size, match.num_tokens)
         fresh = self.blocks_for(num_tokens) - len(blocks)
         idle = sum(1 for block in blocks if block.ref_count == 0)
@@ -125,11 +127,9 @@ class BlockManager:
             self._pool.hold(block)
         table.blocks = blocks
         table.block_ids = [block.block_id for block in blocks]
-        if blocks:
+        if last is not None:
             table.num_committed = len(blocks)
-            table.parent = blocks[-1].serial
-            assert blocks[-1].key is not None
-            table.key = blocks[-1].key
+            table.parent, table.key = last
         self._extend(table, fresh)
         self._tables[seq.seq_id] = table
         return num_cached

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 
 class Block:
-    """One physical block. `ref_count` 0: in the free list.
+    """One physical block. `ref_count` 0: in the free list; one that is held is its own neighbour.
 
     `key`, `parent`, `serial` and `content` are written by the PrefixCache only: `key` None means
     that the block's content can't be found.
@@ -25,8 +25,8 @@ class Block:
         self.parent: int | bytes = b""
         self.serial = 0
         self.content = b""
-        self.prev: Block | None = None
-        self.next: Block | None = None
+        self.prev = self
+        self.next = self
 
     def __repr__(self) -> str:
         return f"Block({self.block_id}, ref_count={self.ref_count}, cached={self.key is not None})"
@@ -46,7 +46,6 @@ class BlockPool:
         self.num_free = 0
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._ends = Block(-1)
-        self._ends.prev = self._ends.next = self._ends
         for block in self.blocks:
             self._link(block, before=self._ends)
 
@@ -60,7 +59,6 @@ class BlockPool:
         taken = []
         for _ in range(count):
             block = self._ends.next
-            assert block is not None
             self._unlink(block)
             block.ref_count = 1
             taken.append(block)
@@ -81,7 +79,6 @@ class BlockPool:
             block.ref_count -= 1
             if block.ref_count == 0:
                 if block.key is None:
-                    assert self._ends.next is not None
                     self._link(block, before=self._ends.next)
                 else:
                     self._link(block, before=self._ends)
@@ -89,20 +86,18 @@ class BlockPool:
     def free_blocks(self) -> Iterator[Block]:
         """Free blocks, the one to be reused first at the front. O(blocks): for checks."""
         block = self._ends.next
-        while block is not None and block is not self._ends:
+        while block is not self._ends:
             yield block
             block = block.next
 
     def _link(self, block: Block, before: Block) -> None:
         after = before.prev
-        assert after is not None
         block.prev, block.next = after, before
         after.next = before.prev = block
         self.num_free += 1
 
     def _unlink(self, block: Block) -> None:
         prev, following = block.prev, block.next
-        assert prev is not None and following is not None
         prev.next, following.prev = following, prev
-        block.prev = block.next = None
+        block.prev = block.next = block
         self.num_free -= 1

@@ -147,8 +147,9 @@ def pack_columns(values: Tensor) -> Tensor:
     """uint8 [rows, columns] to int32 [rows, columns / 8] in AWQ's order. What
     `awq.unpack_columns` undoes."""
     nibbles = values.long().reshape(len(values), -1, 8)
-    words = sum(nibbles[:, :, column] << 4 * place for place, column in enumerate(_AWQ_COLUMNS))
-    assert isinstance(words, Tensor)
+    words = torch.zeros_like(nibbles[:, :, 0])
+    for place, column in enumerate(_AWQ_COLUMNS):
+        words |= nibbles[:, :, column] << 4 * place
     return _signed(words)
 
 

@@ -128,9 +128,7 @@ class _Job:
         for index in range(count):
             found = self._work.layer(index)
             if found is None:
-                self._quantize(index)
-                found = self._work.layer(index)
-                assert found is not None
+                found = self._quantize(index)
             else:
                 earlier += found.seconds
                 resumed += 1
@@ -146,7 +144,7 @@ class _Job:
     def _load(self, index: int) -> LayerFloats:
         return load_layer(self._source.config, self._source.tensors, index)
 
-    def _quantize(self, index: int) -> None:
+    def _quantize(self, index: int) -> StoredLayer:
         begun = time.monotonic()
         layer = self._load(index)
         if self._before is not None:
@@ -163,7 +161,7 @@ class _Job:
         floats.update({f"{part}.bias": bias for part, bias in layer.biases.items()})
         for name, tensor in floats.items():
             tensors[name] = self._source.narrowed(name, tensor)
-        self._work.save_layer(index, tensors, made.reports, time.monotonic() - begun)
+        return self._work.save_layer(index, tensors, made.reports, time.monotonic() - begun)
 
     def _advance(self, index: int, stored: StoredLayer) -> None:
         """Bring the texts past the layer as it was written."""

@@ -75,24 +75,18 @@ class WorkFolder:
     def layer(self, index: int) -> StoredLayer | None:
         """What an earlier run, or this one, has finished."""
         path = self._layer_path(index)
-        if not path.is_file():
-            return None
-        with safe_open(path, framework="pt") as file:
-            found = json.loads(file.metadata()["headrace"])
-            names = list(file.keys())
-        source = SafetensorsSource(dict.fromkeys(names, path))
-        shapes = source.shapes()
-        header = {name: (_DTYPES[source.types[name]], shapes[name]) for name in sorted(names)}
-        reports = [PartReport(**values) for values in found["reports"]]
-        return StoredLayer(source, header, reports, found["seconds"])
+        return _stored(path) if path.is_file() else None
 
     def save_layer(
         self, index: int, tensors: Mapping[str, Tensor], reports: list[PartReport], seconds: float
-    ) -> None:
+    ) -> StoredLayer:
+        """Write the layer; returns what was written, as a later run finds it."""
         values = {"reports": [asdict(report) for report in reports], "seconds": seconds}
         ordered = dict(sorted(tensors.items()))
         metadata = {"headrace": json.dumps(values)}
-        write_tensors(self._layer_path(index), header_of(ordered), ordered.values(), metadata)
+        path = self._layer_path(index)
+        write_tensors(path, header_of(ordered), ordered.values(), metadata)
+        return _stored(path)
 
     @contextmanager
     def finished(self) -> Iterator[Path]:
@@ -183,3 +177,14 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _stored(path: Path) -> StoredLayer:
+    with safe_open(path, framework="pt") as file:
+        found = json.loads(file.metadata()["headrace"])
+        names = list(file.keys())
+    source = SafetensorsSource(dict.fromkeys(names, path))
+    shapes = source.shapes()
+    header = {name: (_DTYPES[source.types[name]], shapes[name]) for name in sorted(names)}
+    reports = [PartReport(**values) for values in found["reports"]]
+    return StoredLayer(source, header, reports, found["seconds"])

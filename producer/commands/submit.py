@@ -71,20 +71,20 @@ def submit(
     `headrace results ID --follow` reads what comes of it.
     """
     defaults = options.take_sampling(given)
-    if (file is None) == (prompt is None):
+    source = prompt if file is None else file
+    if source is None or (file is not None and prompt is not None):
         raise click.UsageError("give a file or --prompt")
     place: dict[str, Any] = {"queue": queue, "priority": priority, "tenant": tenant}
     with Client(redis_url) as client:
-        if prompt is not None:
-            job = client.submit(prompt, model=model, **place, **defaults)
+        if isinstance(source, str):
+            job = client.submit(source, model=model, **place, **defaults)
             if as_json:
                 options.print_json({"job": job.id})
             else:
                 click.echo(job.id)
             return
-        assert file is not None
         read = ReadOptions(max_line_bytes, max_tasks)
-        found = scan(file, _parser(model, defaults), read)
+        found = scan(source, _parser(model, defaults), read)
         if found.bad and (on_bad_line == "fail" or not found.tasks):
             first = found.examples[0]
             raise UnusableInput(
@@ -95,10 +95,10 @@ def submit(
                 first.line,
             )
         batch = batch or "batch-" + secrets.token_hex(6)
-        manifest = {"file": file.name, "sha256": found.sha256, "requests": found.tasks}
+        manifest = {"file": source.name, "sha256": found.sha256, "requests": found.tasks}
         client.create_batch(batch, manifest)
         sent = 0
-        for tasks in _chunks(file, _parser(model, defaults), read):
+        for tasks in _chunks(source, _parser(model, defaults), read):
             client.submit_many(
                 [_addressed(task.request, model) for task in tasks],
                 job_ids=[f"{batch}-{task.line}" for task in tasks],

@@ -12,7 +12,7 @@ import click
 
 from headrace.producer.bulk.errors import BadLine
 from headrace.producer.bulk.idset import IdSet
-from headrace.producer.bulk.lines import LineParser, Task
+from headrace.producer.bulk.lines import LineParser
 from headrace.producer.bulk.reader import open_input, read_tasks
 from headrace.producer.schemas import Request
 from headrace.worker.bench.workloads import BenchRequest
@@ -31,7 +31,6 @@ def read_requests(path: Path, limit: int | None = None) -> list[Request]:
         for item in read_tasks(file, LineParser(), IdSet()):
             if isinstance(item, BadLine):
                 raise click.ClickException(f"{path}, line {item.line}: {item.code}: {item.message}")
-            assert isinstance(item, Task)
             requests.append(item.request)
             if len(requests) == limit:
                 break
