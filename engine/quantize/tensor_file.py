@@ -39,7 +39,8 @@ def write_tensors(
 ) -> None:
     """Write a whole file and bring it to the disk. `tensors`: in the header's order.
 
-    The name is not there until the file is whole: it is written beside and renamed.
+    The name is not there until the file is whole: it is written beside and renamed. Raises
+    ValueError if a tensor is not what the header says, or if there are too few or too many.
     """
     entries: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     offset = 0
@@ -56,8 +57,10 @@ def write_tensors(
     part = path.with_name(path.name + ".part")
     with part.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for (dtype, shape), tensor in zip(header.values(), tensors, strict=True):
-            assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape)
+        for (name, entry), tensor in zip(header.items(), tensors, strict=True):
+            found = (tensor.dtype, tuple(tensor.shape))
+            if found != entry:
+                raise ValueError(f"tensor {name!r} is {found}, and the header says {entry}")
             file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
