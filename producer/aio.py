@@ -71,9 +71,12 @@ class AsyncClient:
         self.blobs = BlobStore(root) if root else None
         large = THRESHOLD if root else 0
         self.settings = Settings(**{"queue": queue, "large": large, **settings})
-        self.redis = client or connection.connect_async(
-            url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
-        )
+        if client is not None:
+            self.redis = connection.reads_bytes(client)
+        else:
+            self.redis = connection.connect_async(
+                url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
+            )
         self._memory_checked = 0.0
 
     async def submit(
@@ -88,8 +91,8 @@ class AsyncClient:
         """As `Client.submit`, the same keyword arguments."""
         options, rest = submission.split(fields)
         request = submission.request_of(prompt, messages, rest)
-        if idempotency_key is not None and job_id is None:
-            job_id = operations.idempotent_id(idempotency_key)
+        if idempotency_key is not None:
+            job_id = operations.idempotent_id(idempotency_key, job_id)
         await self._check_memory()
         ids = [job_id] if job_id is not None else None
         (accepted,) = await self.run(submission.submit([request], options, self.settings, ids))
@@ -128,7 +131,8 @@ class AsyncClient:
         **fields: Any,
     ) -> AsyncIterator[Result]:
         """As `Client.map`."""
-        source = iter(requests)
+        source = submission.each(requests)
+        window = submission.window(window)
         waiting: deque[AsyncJob] = deque()
         step = max(1, min(operations.MANY, window // 2))
         try:

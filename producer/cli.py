@@ -97,6 +97,12 @@ class LazyGroup(click.Group):
             # Whoever read our output has seen enough; Python's own flush at exit must not complain.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(1)
+        except OSError as error:
+            # A file or a folder that a command was told to use: its name and the system's words.
+            if error.filename is None:
+                raise
+            print(f"headrace: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+            ctx.exit(2)
 
 
 def _show_variables(command: click.Command) -> None:

@@ -84,9 +84,10 @@ class Client:
         self.blobs = BlobStore(root) if root else None
         large = THRESHOLD if root else 0
         self.settings = Settings(**{"queue": queue, "large": large, **settings})
-        self.redis = client or connection.connect(
-            url or os.environ.get(URL_VARIABLE) or DEFAULT_URL
-        )
+        if client is not None:
+            self.redis = connection.reads_bytes(client)
+        else:
+            self.redis = connection.connect(url or os.environ.get(URL_VARIABLE) or DEFAULT_URL)
         self._memory_checked = 0.0
 
     def submit(
@@ -108,8 +109,8 @@ class Client:
         """
         options, rest = submission.split(fields)
         request = submission.request_of(prompt, messages, rest)
-        if idempotency_key is not None and job_id is None:
-            job_id = operations.idempotent_id(idempotency_key)
+        if idempotency_key is not None:
+            job_id = operations.idempotent_id(idempotency_key, job_id)
         self._check_memory()
         ids = [job_id] if job_id is not None else None
         (accepted,) = self.run(submission.submit([request], options, self.settings, ids))
@@ -157,7 +158,8 @@ class Client:
         `timeout`: seconds to wait for each. `options` as for `submit_many`. Records are deleted
         once read.
         """
-        source = iter(requests)
+        source = submission.each(requests)
+        window = submission.window(window)
         waiting: deque[Job] = deque()
         step = max(1, min(operations.MANY, window // 2))
         try:

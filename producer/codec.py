@@ -14,7 +14,7 @@ import orjson
 from pydantic import ValidationError
 
 from headrace.producer.errors import InvalidRequest, PayloadError, PayloadTooLarge
-from headrace.producer.schemas import Failure, Request, Result
+from headrace.producer.schemas import Failure, Request, Result, Sampling
 
 FUNCTION: Final = "headrace.worker.jobs.generate"
 MAX_PAYLOAD_BYTES: Final = 16 * 1024 * 1024
@@ -43,6 +43,14 @@ def parse_request(data: Any) -> Request:
     """A Request from a mapping; InvalidRequest names the first field that is wrong."""
     try:
         return Request.model_validate(data)
+    except ValidationError as error:
+        raise invalid_request(error) from error
+
+
+def parse_sampling(values: dict[str, Any]) -> Sampling:
+    """Sampling parameters alone; InvalidRequest names the first that is wrong."""
+    try:
+        return Sampling.model_validate(values)
     except ValidationError as error:
         raise invalid_request(error) from error
 

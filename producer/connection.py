@@ -107,6 +107,16 @@ def _refusing(url: str) -> Iterator[None]:
         ) from error
 
 
+def reads_bytes(client: C) -> C:
+    """The client, unless it turns every answer into text, which packed jobs are not."""
+    pool: Any = getattr(client, "connection_pool")  # noqa: B009 (redis and redis.asyncio alike)
+    if pool.connection_kwargs.get("decode_responses"):
+        raise RedisUnavailable(
+            "decode_responses is on, and jobs are no text: give Headrace a connection without it"
+        )
+    return client
+
+
 _FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
 
 
@@ -115,6 +125,7 @@ def _checked(client: C) -> C:
     not know, or a certificate that is not there, is said now and not at the first call."""
     pool: Any = getattr(client, "connection_pool")  # noqa: B009 (redis and redis.asyncio alike)
     pool.connection_class(**pool.connection_kwargs)
+    reads_bytes(client)
     for name in _FILES:
         path = pool.connection_kwargs.get(name)
         if path is not None and not Path(path).exists():
@@ -127,7 +138,10 @@ _SECRET = re.compile(r"([?&](?:sentinel_|ssl_)?password=)[^&]*")
 
 def redacted(url: str) -> str:
     """The URL without its passwords."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return "the URL"
     url = _SECRET.sub(r"\1***", url)
     login, at, hosts = parts.netloc.rpartition("@")
     if not at or ":" not in login:
@@ -213,6 +227,8 @@ def translate(error: Exception) -> Exception:
         return unavailable(error)
     if isinstance(error, redis.exceptions.NoPermissionError):
         return RedisUnavailable(f"the Redis user may not do this: {error}")
+    if isinstance(error, redis.exceptions.ResponseError) and "DB index" in str(error):
+        return RedisUnavailable(f"Redis has no such database ({error}): check the URL's /NUMBER")
     return error
 
 

@@ -4,6 +4,7 @@ Puts together scan, ledger and session; decides nothing about a single line.
 """
 
 import contextlib
+import os
 from pathlib import Path
 
 from headrace.producer.bulk.errors import UnusableInput, UnusableOutput
@@ -14,6 +15,7 @@ from headrace.producer.bulk.sidecar import Fingerprint
 from headrace.producer.bulk.window import by_prefix
 from headrace.producer.bulk.writer import errors_path
 from headrace.producer.run_options import RunOptions, Summary
+from headrace.producer.run_settings import run_settings
 from headrace.producer.served import Served
 from headrace.producer.session import Session
 from headrace.producer.stop_on_signal import StopOnSignal
@@ -33,7 +35,10 @@ def run(options: RunOptions) -> Summary:
         served = Served.look(options, stack)
         found = scan(options.input, served.parser(options), read)
         _refuse_bad_lines(options, found)
-        fingerprint = Fingerprint(found.sha256, served.identity, dict(options.defaults))
+        settings = run_settings(
+            options.output, errors, served.local, options.worker_arguments, os.environ
+        )
+        fingerprint = Fingerprint(found.sha256, served.identity, dict(options.defaults), settings)
         stop = stack.enter_context(StopOnSignal())
         ledger = stack.enter_context(
             Ledger(
@@ -62,11 +67,20 @@ def run(options: RunOptions) -> Summary:
 
 
 def _check_paths(options: RunOptions, errors: Path) -> None:
-    inputs = options.input.resolve()
-    if inputs in (options.output.resolve(), errors.resolve()):
-        raise UnusableOutput("same_file", "the input cannot be written over: choose another OUT")
-    if not options.output.parent.is_dir():
-        raise UnusableOutput("unwritable", f"there is no folder {options.output.parent}")
+    for path in (options.output, errors):
+        if not path.parent.is_dir():
+            raise UnusableOutput("unwritable", f"there is no folder {path.parent}")
+        # What a resume reads back has to be a file; opening a pipe would wait for its other end.
+        is_device = path.exists() and not (path.is_file() or path.is_dir())
+        folder = path.parent.resolve()
+        if is_device or folder == Path("/dev") or folder.is_relative_to("/proc"):
+            raise UnusableOutput(
+                "unwritable", f"{path} is no file that a run could go on with: write to a file"
+            )
+        if path.exists() and options.input.exists() and path.samefile(options.input):
+            raise UnusableOutput(
+                "same_file", "the input cannot be written over: choose another OUT"
+            )
 
 
 def _refuse_bad_lines(options: RunOptions, found: Scan) -> None:

@@ -8,17 +8,18 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from headrace.producer import trace_context
+from headrace.producer import json_value, trace_context
 
 WIRE_VERSION = 1
 
 FailureCode = str
+Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class Wire(BaseModel):
     """What is asked: a field that is not known is refused, never ignored."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class Reply(BaseModel):
@@ -40,10 +41,10 @@ class Sampling(Wire):
     (generation_config), then temperature 1. Ranges are checked by the worker, which knows the
     vocabulary; types are checked here."""
 
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    max_tokens: Whole | None = None
+    min_tokens: Whole | None = None
     temperature: float | None = None
-    top_k: int | None = None
+    top_k: Whole | None = None
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -56,7 +57,7 @@ class Sampling(Wire):
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Whole | None = None
 
 
 class Request(Sampling):
@@ -74,6 +75,12 @@ class Request(Sampling):
     chat_template_kwargs: dict[str, Any] | None = None
     custom_id: str | None = Field(default=None, max_length=512)
     metadata: dict[str, Any] | None = None
+
+    @field_validator("metadata", "chat_template_kwargs")
+    @classmethod
+    def _plain(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        json_value.check(value)
+        return value
 
     @field_validator("metadata")
     @classmethod

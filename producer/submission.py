@@ -145,7 +145,7 @@ def chunked(
     size: int,
 ) -> Iterator[tuple[list[Request], list[str] | None]]:
     """Requests with their ids, `size` at a time. InvalidRequest when the ids run out."""
-    source = iter(requests)
+    source = each(requests)
     ids = iter(job_ids) if job_ids is not None else None
     while some := take(source, min(max(1, size), 1000)):
         chosen = None
@@ -154,6 +154,25 @@ def chunked(
             if len(chosen) != len(some):
                 raise InvalidRequest("there are fewer job ids than requests", "job_ids")
         yield [operations.to_request(item, defaults) for item in some], chosen
+
+
+def each(requests: Iterable[T]) -> Iterator[T]:
+    """What is asked, one by one; InvalidRequest for a single request, whose letters or field names
+    would be taken for prompts, and for what can't be gone through."""
+    if isinstance(requests, (str, bytes, Mapping, Request)):
+        raise InvalidRequest("give a list of requests; a single one goes to submit", "requests")
+    try:
+        return iter(requests)
+    except TypeError:
+        kind = type(requests).__name__
+        raise InvalidRequest(f"give a list of requests, not {kind}", "requests") from None
+
+
+def window(size: int) -> int:
+    """How far `map` may run ahead of its reader."""
+    if not _is_number(size, int) or size < 1:
+        raise InvalidRequest("window must be a whole number of at least 1", "window")
+    return size
 
 
 def take(source: Iterator[T], count: int) -> list[T]:

@@ -76,7 +76,6 @@ class Ledger:
         self._in_order = InOrder() if ordered else None
         self._unsynced: list[str] = []
         self._output = AppendFile(output)
-        self._errors = AppendFile(errors)
         self.counts = Counts()
         if output.resolve() == errors.resolve():
             raise UnusableOutput("same_file", "OUT and the error file must be two files")
@@ -86,6 +85,8 @@ class Ledger:
             for path in (output, errors):
                 if path.exists():
                     resume.cut_torn_end(path)
+            # Two runs whose OUT are `a` and `a.jsonl` have one error file.
+            self._errors = AppendFile(errors, exclusive=not errors.exists())
             self._ended = resume.read_ended(output, errors)
             self._stack.callback(self._ended.custom_ids.close)
         except BaseException:

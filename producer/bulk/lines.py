@@ -7,6 +7,7 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
+from headrace.producer import json_value
 from headrace.producer.bulk import translate
 from headrace.producer.bulk.errors import BadLine
 from headrace.producer.schemas import Request
@@ -122,10 +123,15 @@ class LineParser:
             self._check_model(number, model)
         fields = {**self._defaults, **fields, "custom_id": custom_id}
         try:
+            for name in ("metadata", "chat_template_kwargs"):
+                json_value.check(fields.get(name))
             # JSON mode: there the text keys of logit_bias are read as the numbers they are.
             return Request.model_validate_json(orjson.dumps(fields), strict=True)
         except ValidationError as error:
             raise _refused(error) from None
+        except (TypeError, ValueError) as error:
+            # Nested too deeply, or a number of more than 64 bits among the defaults.
+            raise translate.Refused("invalid_request", _short(str(error), 300)) from None
 
     def _check_model(self, number: int, model: str) -> None:
         if self._expected_model is None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -127,8 +128,12 @@ class Scan:
 
 
 def open_input(path: Path) -> BinaryIO:
-    """Raises UnusableInput for what cannot be read, and for UTF-16, by name."""
+    """Raises UnusableInput for what cannot be read twice, and for UTF-16, by name."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
+            raise UnusableInput(
+                "unreadable", f"{path} is a pipe or a device: write it to a file first"
+            )
         file = path.open("rb", buffering=2**20)
     except OSError as error:
         raise UnusableInput("unreadable", f"cannot read {path}: {error.strerror}") from None

@@ -17,11 +17,13 @@ _ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What a resume must share with the run that it goes on with."""
+    """What a resume must share with the run that it goes on with. `settings`: further ones, by
+    what they are called; None: not known, and not compared."""
 
     input_sha256: str
     model: str
     sampling: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, str] | None = None
 
     def differences(self, other: "Fingerprint") -> list[str]:
         """In words, this one being the earlier."""
@@ -33,6 +35,11 @@ class Fingerprint:
         if self.sampling != other.sampling:
             then, now = _shown(self.sampling), _shown(other.sampling)
             found.append(f"the sampling parameters ({then} then, {now} now)")
+        if self.settings is not None and other.settings is not None:
+            for name in sorted(self.settings.keys() | other.settings.keys()):
+                then, now = self.settings.get(name, "none"), other.settings.get(name, "none")
+                if then != now:
+                    found.append(f"the {name} ({then} then, {now} now)")
         return found
 
 
@@ -65,7 +72,12 @@ def read_sidecar(output: Path) -> Sidecar | None:
         if data["v"] != _VERSION:
             raise UnusableOutput("sidecar", f"{path} was written by another version of Headrace")
         return Sidecar(
-            Fingerprint(str(data["input_sha256"]), str(data["model"]), dict(data["sampling"])),
+            Fingerprint(
+                str(data["input_sha256"]),
+                str(data["model"]),
+                dict(data["sampling"]),
+                dict(data["settings"]) if data.get("settings") is not None else None,
+            ),
             str(data["run_id"]),
             int(data["attempt"]),
         )
@@ -84,6 +96,7 @@ def write_sidecar(output: Path, sidecar: Sidecar) -> None:
         "input_sha256": sidecar.fingerprint.input_sha256,
         "model": sidecar.fingerprint.model,
         "sampling": sidecar.fingerprint.sampling,
+        "settings": sidecar.fingerprint.settings,
         "run_id": sidecar.run_id,
         "attempt": sidecar.attempt,
     }

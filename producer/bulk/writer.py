@@ -11,30 +11,53 @@ from headrace.producer.bulk.sidecar import sync_folder
 
 
 class AppendFile:
-    """A file that grows by whole lines. It comes into being with its first line."""
+    """A file that grows by whole lines. It comes into being with its first line. `exclusive`: it
+    did not exist; should somebody else have made it by then, it is theirs."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, exclusive: bool = False) -> None:
         self.path = path
+        self._exclusive = exclusive
         self._descriptor: int | None = None
         self._pending: list[bytes] = []
+        self._failed: UnusableOutput | None = None
 
     def add(self, line: bytes) -> None:
         self._pending.append(line)
 
     def sync(self) -> None:
-        """Everything added so far is on disk when this returns."""
+        """Everything added so far is on disk when this returns. UnusableOutput when it cannot be
+        written (a full disk, say), now and from then on."""
         if not self._pending:
             return
-        if self._descriptor is None:
-            self._descriptor = os.open(
-                self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666
-            )
-            sync_folder(self.path.parent)
+        if self._failed is not None:
+            # Nothing is known of what a failed write left; the next run reads and mends it.
+            raise self._failed
         view = memoryview(b"".join(self._pending))
-        while view:
-            view = view[os.write(self._descriptor, view) :]
-        os.fsync(self._descriptor)
+        try:
+            if self._descriptor is None:
+                self._descriptor = self._opened()
+            while view:
+                view = view[os.write(self._descriptor, view) :]
+            os.fsync(self._descriptor)
+        except OSError as error:
+            self._failed = UnusableOutput(
+                "unwritable",
+                f"cannot write {self.path}: {error.strerror}; mend that and run the same command"
+                " again to go on",
+            )
+            raise self._failed from error
         self._pending.clear()
+
+    def _opened(self) -> int:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        try:
+            descriptor = os.open(self.path, flags | (os.O_EXCL if self._exclusive else 0), 0o666)
+        except FileExistsError:
+            raise UnusableOutput(
+                "locked", f"another run has begun to write {self.path}: choose another name"
+            ) from None
+        sync_folder(self.path.parent)
+        return descriptor
 
     def close(self) -> None:
         self.sync()

@@ -1,5 +1,6 @@
 """Options that several commands share. Every one has its HEADRACE_ variable."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -7,6 +8,7 @@ from typing import Any, TypeVar
 import click
 import orjson
 
+from headrace.producer import codec
 from headrace.producer.bulk.reader import MAX_LINE_BYTES
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -63,7 +65,8 @@ def sampling(command: F) -> F:
 
 
 def take_sampling(given: dict[str, Any]) -> dict[str, Any]:
-    """The sampling parameters that were given, taken out of a command's arguments."""
+    """The sampling parameters that were given, taken out of a command's arguments. InvalidRequest
+    for a value that no request could carry."""
     values: dict[str, Any] = {}
     for name, _, _ in _SAMPLING:
         value = given.pop(name)
@@ -73,6 +76,7 @@ def take_sampling(given: dict[str, Any]) -> dict[str, Any]:
         values["ignore_eos"] = True
     if stop := given.pop("stop"):
         values["stop"] = list(stop)
+    codec.parse_sampling(values)
     return values
 
 
@@ -93,4 +97,9 @@ FILE = click.Path(path_type=Path)
 
 
 def print_json(value: Any) -> None:
-    click.echo(orjson.dumps(value, option=orjson.OPT_INDENT_2).decode())
+    """A file's name may hold bytes that are no text; they are shown, not refused."""
+    try:
+        text = orjson.dumps(value, option=orjson.OPT_INDENT_2).decode()
+    except TypeError:
+        text = json.dumps(value, indent=2)
+    click.echo(text)

@@ -79,6 +79,10 @@ def run(ctx: click.Context, /, **given: Any) -> None:
         if str(source) == "-":
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-in-"))
             source = _spool(sys.stdin.buffer, Path(scratch))
+        elif source.is_fifo():
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-in-"))
+            with source.open("rb") as pipe:
+                source = _spool(pipe, Path(scratch))
         try:
             summary = run_file(RunOptions(input=source, defaults=defaults, **given))
         except HeadraceError as error:

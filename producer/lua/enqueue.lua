@@ -31,7 +31,8 @@ if max_bytes > 0 then bytes = tonumber(call('HGET', X .. 'n:' .. base, 'bytes') 
 local closed = batch ~= '' and call('HEXISTS', X .. 'batch:' .. batch, 'cancel') == 1
 local taken = 0
 for i = 6, #ARGV, 4 do
-  local id, data, est, options = ARGV[i], ARGV[i + 1], ARGV[i + 2], ARGV[i + 3]
+  local id, data, options = ARGV[i], ARGV[i + 1], ARGV[i + 3]
+  local est = estimate(ARGV[i + 2])
   local k = P .. ':job:' .. id
   local old = call('HMGET', k, 'status', 'data')
   local size = tonumber(string.match(est, '(%d+)$'))

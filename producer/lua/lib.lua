@@ -67,6 +67,15 @@ local function whole_field(v)
   return string.format('%d', math.floor(n))
 end
 
+-- 'prompt,output,bytes', none above 1e9: a `max_tokens` that means "no limit" must not make counters
+-- that Redis can't add up.
+local function estimate(v)
+  local p, o, b = string.match(#v <= 60 and v or '', '^(%d+),(%d+),(%d+)$')
+  if not p then return nil end
+  return string.format('%d,%d,%d', math.min(tonumber(p), 1e9), math.min(tonumber(o), 1e9),
+    math.min(tonumber(b), 1e9))
+end
+
 local CHECKS = {
   fence = whole_field, att = whole_field, crashes = whole_field, max_att = whole_field,
   ghost = whole_field, retries_left = whole_field, repeats_left = whole_field,
@@ -79,7 +88,7 @@ local CHECKS = {
   origin = function(v) return #v <= 300 and string.match(v, '^[%w_./@-]+$') end,
   home = function(v) return #v <= 300 and string.match(v, '^[%w_./@-]+$') end,
   enqueued_at = function(v) return #v <= 40 and string.match(v, '^[%w:.-]+$') end,
-  est = function(v) return #v <= 60 and string.match(v, '^%d+,%d+,%d+$') end,
+  est = estimate,
   eid = function(v) return #v <= 100 and string.match(v, '^[%w_-]*$') end,
 }
 
@@ -148,7 +157,10 @@ end
 local BATCH_TTL = 14 * 86400
 local function write_counts()
   for base, t in pairs(tally) do
-    for name, n in pairs(t) do call('HINCRBY', X .. 'n:' .. base, name, n) end
+    for name, n in pairs(t) do
+      -- Lua itself writes 1e14 so, which HINCRBY does not read.
+      call('HINCRBY', X .. 'n:' .. base, name, string.format('%.0f', n))
+    end
   end
   for batch, t in pairs(batch_tally) do
     local k = X .. 'batch:' .. batch

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from headrace.producer import keys, scripts
-from headrace.producer.errors import JobNotFound
+from headrace.producer.errors import InvalidRequest, JobNotFound
 from headrace.producer.operations.endings import cancel
 from headrace.producer.operations.live_workers import lists_of
 from headrace.producer.operations.results import complete_many, read_entry
@@ -52,11 +52,15 @@ class BatchStatus:
 def create_batch(batch_id: str, manifest: Mapping[str, Any]) -> Steps[None]:
     """Gives a batch its manifest; the batch need not have jobs yet."""
     keys.check_id("batch", batch_id)
+    try:
+        content = orjson.dumps(dict(manifest))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"the manifest is no JSON object: {error}", "manifest") from None
     now = f"{time.time():.6f}"
     yield Commands(
         (
             ("HSETNX", keys.batch(batch_id), "created", now),
-            ("HSET", keys.batch(batch_id), "manifest", orjson.dumps(dict(manifest))),
+            ("HSET", keys.batch(batch_id), "manifest", content),
             ("EXPIRE", keys.batch(batch_id), keys.FAILURE_TTL),
             ("ZADD", keys.batches(), "NX", now, batch_id),
         )
@@ -91,6 +95,9 @@ def completed(
     batch_id: str, cursor: int, limit: int, trim: bool, settings: Settings
 ) -> Steps[Completed]:
     keys.check_id("batch", batch_id)
+    for name, number in (("cursor", cursor), ("limit", limit)):
+        if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < 2**53:
+            raise InvalidRequest(f"{name} must be a whole number from 0 on", name)
     reply = yield Eval(
         scripts.producer("collect"),
         (keys.batch(batch_id), keys.batch_done(batch_id)),

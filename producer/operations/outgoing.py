@@ -14,7 +14,7 @@ from headrace.producer.errors import InvalidRequest
 from headrace.producer.operations.settings import Settings
 from headrace.producer.schemas import Request
 
-RequestLike = str | Mapping[str, Any] | Request
+RequestLike = str | list[int] | Mapping[str, Any] | Request
 
 DEFAULT_OUTPUT_TOKENS: Final = 256
 BYTES_PER_TOKEN: Final = 4
@@ -49,8 +49,10 @@ def new_job_id() -> str:
     return base64.b32encode(os.urandom(10)).decode().lower()
 
 
-def idempotent_id(key: str) -> str:
+def idempotent_id(key: str, job_id: str | None = None) -> str:
     """The job id of an idempotency key, which may be any text."""
+    if job_id is not None:
+        raise InvalidRequest("give job_id or idempotency_key, not both", "idempotency_key")
     if not isinstance(key, str):
         raise InvalidRequest("an idempotency key must be text", "idempotency_key")
     text = key.encode("utf-8", "surrogatepass")
@@ -63,7 +65,8 @@ def to_request(item: RequestLike, defaults: Mapping[str, Any]) -> Request:
         if not defaults:
             return item
         item = item.model_dump(exclude_unset=True)
-    fields: dict[str, Any] = {"prompt": item} if isinstance(item, str) else dict(item)
+    # Whatever is no mapping is a prompt, or is refused as one that can't be.
+    fields: dict[str, Any] = dict(item) if isinstance(item, Mapping) else {"prompt": item}
     given = {name: value for name, value in defaults.items() if value is not None}
     return codec.parse_request({**given, **fields})
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 import orjson
 
 from headrace.producer import blobs, codec, errors, keys
-from headrace.producer.errors import JobNotFound, ResultTimeout
+from headrace.producer.errors import InvalidRequest, JobNotFound, ResultTimeout
 from headrace.producer.operations.states import JobState, state_of
 from headrace.producer.operations.steps import Steps, text_of
 from headrace.producer.schemas import Result
@@ -27,6 +27,9 @@ def status(job_id: str) -> Steps[JobState]:
 def wait_result(job_id: str, timeout: float | None) -> Steps[Result]:
     """The job's result, waiting for it; JobNotFound, or ResultTimeout after `timeout` seconds."""
     keys.check_id("job_id", job_id)
+    number = isinstance(timeout, int | float) and timeout == timeout
+    if timeout is not None and not number:
+        raise InvalidRequest(f"timeout is {timeout!r:.40}; give seconds or None", "timeout")
     end = None if timeout is None else time.monotonic() + timeout
     last = b"0-0"
     while True:

@@ -21,6 +21,7 @@ from headrace.producer.bulk.sidecar import (
     write_sidecar,
 )
 from headrace.producer.bulk.writer import AppendFile, OutputLock, errors_path
+from headrace.producer.run_settings import run_settings
 from headrace.producer.schemas import Choice, Failure, Result
 
 
@@ -173,3 +174,30 @@ def test_in_order_refuses_a_position_twice() -> None:
     assert buffer.put(0, b"a") == [b"a", b"b"]
     with pytest.raises(ValueError, match="twice"):
         buffer.put(0, b"a")
+
+
+def test_what_decides_answers_is_part_of_what_a_resume_must_share(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "weights").write_bytes(b"a" * 10_000)
+    out, errors = tmp_path / "o.jsonl", tmp_path / "o.errors.jsonl"
+
+    def fingerprint(*arguments: str, **variables: str) -> Fingerprint:
+        found = run_settings(out, errors, str(model), arguments, variables)
+        return Fingerprint("abc", "m", {}, found)
+
+    plain = fingerprint("--num-threads", "2", "--port", "0")
+    write_sidecar(out, new_sidecar(plain))
+    again = read_sidecar(out)
+    assert again is not None and again.fingerprint == plain
+    assert plain.differences(fingerprint("--num-threads", "1")) == []
+    for other, said in (
+        (fingerprint("--dtype", "float32"), "the worker's --dtype (none then, float32 now)"),
+        (fingerprint("--quantization=int8"), "the worker's --quantization (none then, int8 now)"),
+        (fingerprint("--deterministic"), "the worker's --deterministic (none then, on now)"),
+        (fingerprint(HEADRACE_DTYPE="float32"), "the worker's --dtype (none then, float32 now)"),
+    ):
+        assert plain.differences(other) == [said]
+    (model / "weights").write_bytes(b"b" * 10_000)
+    (said,) = plain.differences(fingerprint())
+    assert said.startswith("the content of the model's files")

@@ -1,0 +1,187 @@
+"""Calls that cannot mean what they say are refused by name, and none of them harms the others."""
+
+import asyncio
+import math
+from typing import Any
+
+import pytest
+import redis
+from queue_support import QUEUE, balance, finish_all, new_client, new_source
+
+from headrace.producer import Client
+from headrace.producer.aio import AsyncClient
+from headrace.producer.errors import InvalidRequest, RedisUnavailable, ResultTimeout
+from headrace.worker.source import FinishCode
+
+
+@pytest.mark.parametrize("max_tokens", [10**12, 10**14, 2**53, 2**63 - 1])
+def test_max_tokens_that_mean_no_limit_stop_neither_the_queue_nor_a_worker(
+    redis_url: str, max_tokens: int
+) -> None:
+    with new_client(redis_url) as client:
+        source = new_source(redis_url)
+        client.submit("x", job_id="huge", max_tokens=max_tokens, n=128, batch="b")
+        client.submit("x", job_id="good", max_tokens=7, batch="b")
+        client.submit("x", job_id="many", max_tokens=max_tokens, tenant="t", batch="b")
+        assert client.batch("b").total == 3
+        counters = client.redis.hgetall(f"rq:x:n:{QUEUE}")
+        assert int(counters[b"output_tokens"]) == 10**9 + 7 + 10**9
+        jobs = source.claim(8, 0.0)
+        assert {job.job_id for job in jobs} == {"huge", "good", "many"}
+        assert finish_all(source, jobs) == [FinishCode.COMMITTED] * 3
+        assert client.batch("b").succeeded == 3
+        counters = client.redis.hgetall(f"rq:x:n:{QUEUE}")
+        assert int(counters[b"output_tokens"]) == 0
+        assert int(counters[b"done_est_output"]) == 2 * 10**9 + 7
+        assert balance(client) == 0
+        source.close()
+
+
+@pytest.mark.parametrize("window", [0, -5, 1.5, "3", None, True])
+def test_a_window_that_lets_nothing_through_is_refused_and_not_an_empty_answer(
+    redis_url: str, window: Any
+) -> None:
+    with new_client(redis_url) as client, pytest.raises(InvalidRequest, match="window"):
+        list(client.map(["a", "b"], window=window))
+
+    async def through_asyncio() -> None:
+        async with AsyncClient(redis_url, queue=QUEUE) as client:
+            async for _ in client.map(["a", "b"], window=window):
+                pass
+
+    with pytest.raises(InvalidRequest, match="window"):
+        asyncio.run(through_asyncio())
+
+
+@pytest.mark.parametrize("requests", ["hello", b"hello", {"prompt": "x"}, None, 5])
+def test_one_request_where_many_are_asked_for_is_not_taken_letter_by_letter(
+    redis_url: str, requests: Any
+) -> None:
+    with new_client(redis_url) as client:
+        for call in (client.submit_many, lambda some: list(client.map(some))):
+            with pytest.raises(InvalidRequest, match="list of requests"):
+                call(requests)
+        assert client.redis.keys("rq:job:*") == []
+
+
+@pytest.mark.parametrize("item", [None, 5, [1.5], [[1]]])
+def test_what_is_no_request_among_many_is_refused_by_name(redis_url: str, item: Any) -> None:
+    with new_client(redis_url) as client, pytest.raises(InvalidRequest):
+        client.submit_many(["x", item])
+
+
+def test_token_ids_are_a_prompt_among_many_too(redis_url: str) -> None:
+    with new_client(redis_url) as client:
+        source = new_source(redis_url)
+        (job,) = client.submit_many([[1, 2, 3]])
+        (claimed,) = source.claim(1, 0.0)
+        assert claimed.job_id == job.id and b'"prompt":[1,2,3]' in claimed.payload
+        source.close()
+
+
+def test_an_id_and_an_idempotency_key_contradict_each_other(redis_url: str) -> None:
+    with new_client(redis_url) as client, pytest.raises(InvalidRequest, match="not both"):
+        client.submit("x", job_id="a", idempotency_key="k")
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_a_number_that_json_does_not_have_is_refused_and_not_left_out(
+    redis_url: str, number: float
+) -> None:
+    """orjson writes null for it, and null means "not asked for"."""
+    with new_client(redis_url) as client:
+        with pytest.raises(InvalidRequest, match="temperature"):
+            client.submit("x", temperature=number)
+        with pytest.raises(InvalidRequest, match="logit_bias"):
+            client.submit("x", logit_bias={3: number})
+        with pytest.raises(InvalidRequest, match="metadata"):
+            client.submit("x", metadata={"deep": [{"er": number}]})
+        with pytest.raises(InvalidRequest, match="chat_template_kwargs"):
+            client.submit("x", chat_template_kwargs={"a": number})
+
+
+def nested(levels: int) -> Any:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+def test_a_callers_data_may_be_nested_as_deeply_as_every_part_can_carry(redis_url: str) -> None:
+    with new_client(redis_url) as client:
+        client.submit("x", metadata=nested(100))
+        for levels in (101, 200, 253, 5000):
+            with pytest.raises(InvalidRequest, match="nested deeper than 100"):
+                client.submit("x", metadata=nested(levels))
+
+
+@pytest.mark.parametrize("timeout", [math.nan, "5", [1]])
+def test_a_timeout_that_is_no_number_is_refused_and_not_waited_out(
+    redis_url: str, timeout: Any
+) -> None:
+    with new_client(redis_url) as client:
+        job = client.submit("x")
+        with pytest.raises(InvalidRequest, match="timeout"):
+            job.result(timeout)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, -math.inf, 1e-9])
+def test_no_time_to_wait_is_a_timeout(redis_url: str, timeout: float) -> None:
+    with new_client(redis_url) as client, pytest.raises(ResultTimeout):
+        client.submit("x").result(timeout)
+
+
+@pytest.mark.parametrize("cursor, limit", [("x", 1), (0, "y"), (1.5, 2), (-1, 2), (0, -1)])
+def test_a_cursor_that_is_no_place_in_a_batch_is_refused(
+    redis_url: str, cursor: Any, limit: Any
+) -> None:
+    with new_client(redis_url) as client, pytest.raises(InvalidRequest, match="whole number"):
+        client.completed("b", cursor, limit)
+
+
+@pytest.mark.parametrize("manifest", [[1], {"a": object()}, 5])
+def test_a_manifest_that_is_no_json_object_is_refused(redis_url: str, manifest: Any) -> None:
+    with new_client(redis_url) as client, pytest.raises(InvalidRequest, match="manifest"):
+        client.create_batch("b", manifest)
+
+
+def test_a_connection_that_decodes_answers_is_refused_by_name(redis_url: str) -> None:
+    """Jobs are packed bytes; without this they get in and their results can't be read."""
+    with pytest.raises(RedisUnavailable, match="decode_responses"):
+        Client(client=redis.Redis.from_url(redis_url, decode_responses=True))
+    with pytest.raises(RedisUnavailable, match="decode_responses"):
+        AsyncClient(client=redis.asyncio.Redis.from_url(redis_url, decode_responses=True))
+    join = "&" if "?" in redis_url else "?"
+    with pytest.raises(RedisUnavailable, match="decode_responses"):
+        Client(f"{redis_url}{join}decode_responses=true")
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_either_protocol_of_redis_gives_the_same_answers(redis_url: str, protocol: int) -> None:
+    with Client(client=redis.Redis.from_url(redis_url, protocol=protocol), queue=QUEUE) as client:
+        source = new_source(redis_url)
+        jobs = client.submit_many(["a", "b"], batch="b")
+        finish_all(source, source.claim(8, 0.0))
+        assert [job.result(5).text for job in jobs] == ["an answer"] * 2
+        assert client.batch("b").succeeded == 2
+        done = [result for _, result in client.completed("b").items if result is not None]
+        assert [result.text for result in done] == ["an answer"] * 2
+        assert client.explain(jobs[0].id).state.value == "succeeded"
+        source.close()
+
+
+def test_a_database_that_is_not_there_is_said_so(redis_url: str) -> None:
+    with redis.Redis.from_url(redis_url) as plain:
+        settings = {**plain.connection_pool.connection_kwargs, "db": 4711}
+        kind = plain.connection_pool.connection_class
+    pool = redis.ConnectionPool(connection_class=kind, **settings)
+    with (
+        Client(client=redis.Redis(connection_pool=pool), queue=QUEUE) as client,
+        pytest.raises(RedisUnavailable, match="database"),
+    ):
+        client.submit("x")
+
+
+def test_an_address_that_is_none_is_said_so() -> None:
+    with pytest.raises(RedisUnavailable, match="no Redis URL"):
+        Client("redis://[::1/0")
