@@ -29,6 +29,8 @@ class WorkerFailed(HeadraceError):
 def served_name(model: str) -> str:
     """The name a model is served under unless another is chosen: the last part of its path."""
     name = model.rstrip("/").rsplit("/", 1)[-1]
+    if name in ("", ".", "..", "~"):
+        name = Path(model).expanduser().resolve().name
     return name.removesuffix(".gguf").lower()
 
 

@@ -8,10 +8,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace.producer import keys
 from headrace.producer.bulk.lines import LineParser
 from headrace.producer.client import Client
 from headrace.producer.connection import redacted
-from headrace.producer.errors import RedisUnavailable
+from headrace.producer.errors import InvalidName, RedisUnavailable
 from headrace.producer.local import DEMO_MODEL, served_name
 from headrace.producer.redis_info import inspect_server
 from headrace.producer.run_options import RunOptions
@@ -32,6 +33,7 @@ class Served:
     def __init__(
         self, name: str, identity: str, queue: str, local: str | None, redis: GivenRedis | None
     ) -> None:
+        _check_queue(queue)
         self.name = name
         self.identity = identity
         self.queue = queue
@@ -74,3 +76,11 @@ class Served:
 
     def parser(self, options: RunOptions) -> LineParser:
         return LineParser(defaults=options.defaults, expected_model=self.name)
+
+
+def _check_queue(queue: str) -> None:
+    """Said once, before anything starts, and not of every line."""
+    try:
+        keys.check_queue(queue)
+    except InvalidName as error:
+        raise InvalidName(f"{error}; choose one with --queue or --served-model-name") from None

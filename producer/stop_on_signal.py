@@ -18,6 +18,8 @@ class StopOnSignal:
     def __enter__(self) -> "StopOnSignal":
         with contextlib.suppress(ValueError):  # not the main thread: the caller's signals stay
             for number in self._SIGNALS:
+                if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                    continue  # started with nohup: meant to outlive its terminal
                 self._earlier[number] = signal.signal(number, self._handle)
         return self
 

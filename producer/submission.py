@@ -95,25 +95,29 @@ def submit(
     job_ids: Sequence[str] | None = None,
     block_until: float | None = None,
 ) -> Steps[list[str]]:
-    """Send one chunk; the ids in the order of the requests."""
+    """Send one chunk, each request to the queue of its model; the ids in the requests' order."""
     if not requests:
         return []
     for job_id in job_ids or ():
         keys.check_id("job_id", job_id)
     if job_ids is not None and len(set(job_ids)) != len(job_ids):
         raise InvalidRequest("a job id occurs twice in one call", "job_ids")
-    queue = options.queue
-    if queue is None:
-        queue = yield from operations.resolve_queue(settings, requests[0].model)
-    placement = options.placement(queue)
+    placements: dict[str | None, Placement] = {}
+    for model in dict.fromkeys(request.model for request in requests):
+        queue = options.queue
+        if queue is None:
+            queue = yield from operations.resolve_queue(settings, model)
+        placements[model] = options.placement(queue)
     ids = list(job_ids) if job_ids is not None else [operations.new_job_id() for _ in requests]
-    outgoing = [
-        operations.encode(request, placement, job_id, settings)
-        for request, job_id in zip(requests, ids, strict=True)
-    ]
+    outgoing: dict[Placement, list[operations.Outgoing]] = {}
+    for request, job_id in zip(requests, ids, strict=True):
+        placement = placements[request.model]
+        job = operations.encode(request, placement, job_id, settings)
+        outgoing.setdefault(placement, []).append(job)
     accepted: list[str] = []
-    for part in _parts(outgoing):
-        yield from operations.submit_chunk(part, placement, settings, block_until, accepted)
+    for placement, jobs in outgoing.items():
+        for part in _parts(jobs):
+            yield from operations.submit_chunk(part, placement, settings, block_until, accepted)
     return ids
 
 

@@ -1,6 +1,7 @@
 """What the operator chose for a worker. Frozen; knows neither the command line nor Redis."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from headrace.engine.config import EngineConfig
 from headrace.worker.drain import PROFILES
@@ -56,4 +57,6 @@ class WorkerConfig:
 def default_served_name(model: str) -> str:
     """`org/Name-1B` and `/models/Name-1B.gguf` are both served as `name-1b`."""
     name = model.rstrip("/").rsplit("/", 1)[-1]
+    if name in ("", ".", "..", "~"):
+        name = Path(model).expanduser().resolve().name
     return name.removesuffix(".gguf").removesuffix(".GGUF").lower()

@@ -1,5 +1,6 @@
 """Command-line options that the worker and the exporter share. Every one has its variable."""
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,6 +27,24 @@ class PortType(click.ParamType[int]):
         return port
 
 
+class Seconds(click.FloatRange):
+    """A duration from `low` seconds on. "nan" passes click's own comparison; "inf" would be a lease
+    that never ends."""
+
+    name = "seconds"
+
+    def __init__(self, low: float) -> None:
+        super().__init__(low)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if not math.isfinite(number):
+            self.fail(f"{value!r} is no number of seconds", param, ctx)
+        return number
+
+
 class BytesType(click.ParamType[int]):
     """A number of bytes, plain or with k, M, G (powers of 1024)."""
 
@@ -40,8 +59,8 @@ class BytesType(click.ParamType[int]):
             number = float(text[:-1] if scale > 1 else text)
         except ValueError:
             self.fail(f"{value!r} is no size; write 500M or 2G", param, ctx)
-        if number <= 0:
-            self.fail(f"{value!r} must be above 0", param, ctx)
+        if not 0 < number < math.inf:
+            self.fail(f"{value!r} must be a number above 0", param, ctx)
         return int(number * scale)
 
 

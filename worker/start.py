@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,8 @@ from headrace.worker.serving_engine import EngineBroken, ServingEngine
 from headrace.worker.source import ClaimedJob, JobSource, SourceUnavailable, WorkerRegistry
 
 log = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 EXIT_DRAINED, EXIT_BROKEN, EXIT_MODEL, EXIT_SOURCE, EXIT_PORT = 0, 1, 3, 4, 5
 
@@ -51,6 +54,7 @@ def open_redis(config: WorkerConfig) -> Source:
     from headrace.worker.lease import RedisSource
     from headrace.worker.lease_settings import LeaseSettings
 
+    _check_names(config)
     where = connection.redacted(config.redis_url)
     settings = LeaseSettings(
         lease=config.lease_seconds,
@@ -78,6 +82,20 @@ def open_redis(config: WorkerConfig) -> Source:
     with contextlib.suppress(redis.exceptions.RedisError):
         client.close()
     return source
+
+
+def _check_names(config: WorkerConfig) -> None:
+    """What becomes part of Redis' keys; a wrong name is none of Redis' faults."""
+    try:
+        for queue in config.served_queues:
+            keys.check_queue(queue)
+    except HeadraceError as error:
+        message = f"{error}; choose one with --queue or --served-model-name"
+        raise StartFailed(EXIT_SOURCE, message) from None
+    if config.name and not _NAME.fullmatch(config.name):
+        raise StartFailed(
+            EXIT_SOURCE, f"--name {config.name!r:.80} must be 1 to 128 of A-Z a-z 0-9 _ . -"
+        )
 
 
 def _answer(call: Callable[[], Any], config: WorkerConfig) -> Any:

@@ -30,7 +30,8 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class BatchStatus:
-    """Counts of a batch. `state`: running, cancelling, cancelled or completed."""
+    """Counts of a batch. `state`: running, cancelling, cancelled or completed. A manifest that
+    says how many `requests` there will be keeps it running until as many were sent and ended."""
 
     batch_id: str
     state: str
@@ -77,7 +78,11 @@ def batch_status(batch_id: str) -> Steps[BatchStatus]:
     counts = {name: int(facts.get(name, 0)) for name in names}
     done = sum(counts[name] for name in ("succeeded", "failed", "expired", "cancelled"))
     cancelled = "cancel" in facts
-    if done >= counts["total"]:
+    manifest = orjson.loads(facts["manifest"]) if "manifest" in facts else {}
+    announced = manifest.get("requests")
+    # While a file is still being sent, all that was sent so far may be done.
+    to_come = not cancelled and isinstance(announced, int) and announced > counts["total"]
+    if done >= counts["total"] and not to_come:
         state = "cancelled" if cancelled else "completed"
     else:
         state = "cancelling" if cancelled else "running"
@@ -86,7 +91,7 @@ def batch_status(batch_id: str) -> Steps[BatchStatus]:
         state=state,
         created=float(facts.get("created", 0)),
         queue=facts.get("queue", ""),
-        manifest=orjson.loads(facts["manifest"]) if "manifest" in facts else {},
+        manifest=manifest,
         **counts,
     )
 

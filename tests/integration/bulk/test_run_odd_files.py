@@ -2,12 +2,21 @@
 
 import json
 import os
+import signal
 import subprocess
 import threading
 from pathlib import Path
 
 import pytest
-from bulk_support import HEADRACE, custom_ids, echo_worker, environment, headrace, read_lines
+from bulk_support import (
+    HEADRACE,
+    custom_ids,
+    echo_worker,
+    environment,
+    headrace,
+    read_lines,
+    wait_for,
+)
 from bulk_support import write_lines as written
 
 LINES: list[object] = [{"prompt": "a"}, {"prompt": "b"}]
@@ -150,3 +159,29 @@ def test_a_file_that_cannot_be_written_is_named_without_a_traceback(
     done = headrace("results", "b", "-o", missing, "--redis-url", redis_url)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert f"{missing}: No such file or directory" in done.stderr
+
+
+def test_a_name_that_cannot_be_a_queues_is_said_once_before_anything_starts(tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", LINES)
+    model = tmp_path / "My Model (v2).gguf"
+    model.touch()
+    out = tmp_path / "o.jsonl"
+    for arguments in (("--model", model), ("--served-model-name", "a b"), ("--queue", "q.low")):
+        done = headrace("run", source, "-o", out, *arguments)
+        assert done.returncode == 2 and "--served-model-name" in done.stderr, done.stderr
+    assert not out.exists()
+
+
+def test_a_run_under_nohup_outlives_its_terminal(redis_url: str, tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", [{"prompt": str(n)} for n in range(60)])
+    out = tmp_path / "o.jsonl"
+    command = ["nohup", *HEADRACE, "run", str(source), "-o", str(out), "--redis-url", redis_url]
+    with echo_worker(redis_url, seconds_per_claim=0.1, most=4):
+        run = subprocess.Popen(
+            command, env=environment(), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
+        wait_for(lambda: out.exists() and out.stat().st_size > 0, "the first lines")
+        run.send_signal(signal.SIGHUP)
+        _, told = run.communicate()
+    assert run.returncode == 0, told
+    assert len(read_lines(out)) == 60

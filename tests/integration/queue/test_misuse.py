@@ -185,3 +185,31 @@ def test_a_database_that_is_not_there_is_said_so(redis_url: str) -> None:
 def test_an_address_that_is_none_is_said_so() -> None:
     with pytest.raises(RedisUnavailable, match="no Redis URL"):
         Client("redis://[::1/0")
+
+
+def test_each_request_of_many_goes_to_the_queue_of_its_own_model(redis_url: str) -> None:
+    with Client(redis_url) as client:
+        prompts = [{"prompt": str(n), "model": model} for n, model in enumerate("abacb")]
+        jobs = client.submit_many(prompts)
+        waiting = {name: client.redis.lrange(f"rq:queue:{name}", 0, -1) for name in "abc"}
+        ids = [job.id.encode() for job in jobs]
+        assert waiting == {"a": [ids[0], ids[2]], "b": [ids[1], ids[4]], "c": [ids[3]]}
+
+
+def test_a_batch_whose_file_is_still_being_sent_is_not_completed(redis_url: str) -> None:
+    """`results --follow` would end, with status 0, after what happened to be done by then."""
+    with new_client(redis_url) as client:
+        source = new_source(redis_url)
+        client.create_batch("b", {"requests": 3})
+        assert client.batch("b").state == "running"
+        client.submit_many(["1", "2"], batch="b")
+        finish_all(source, source.claim(8, 0.0))
+        status = client.batch("b")
+        assert (status.state, status.done, status.total) == ("running", 2, 2)
+        client.submit("3", batch="b")
+        finish_all(source, source.claim(8, 0.0))
+        assert client.batch("b").state == "completed"
+        client.create_batch("c", {"requests": 3})
+        client.submit("1", batch="c")
+        assert client.cancel_batch("c").state == "cancelled"
+        source.close()

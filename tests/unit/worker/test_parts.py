@@ -5,6 +5,7 @@ import logging
 import random
 from pathlib import Path
 
+import click
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -17,7 +18,7 @@ from headrace.worker.drain import Drain
 from headrace.worker.http import HttpServer, check_route
 from headrace.worker.inflight import InFlight
 from headrace.worker.metrics import WorkerMetrics
-from headrace.worker.options import BytesType, PortType
+from headrace.worker.options import BytesType, PortType, Seconds
 from headrace.worker.pulse import Pulse
 from headrace.worker.rates import ServiceRates
 from headrace.worker.recovery import Recovery
@@ -242,3 +243,17 @@ def test_sizes_and_ports_of_the_command_line() -> None:
     assert BytesType().convert("4096", None, None) == 4096
     assert PortType().convert("tcp://10.0.0.1:80", None, None) == 0
     assert PortType().convert("9151", None, None) == 9151
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "infG", "0", "-1", "1e999", "many", ""])
+def test_a_size_that_is_no_number_of_bytes_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        BytesType().convert(text, None, None)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-inf", "0.5", "soon"])
+def test_a_time_that_no_clock_reaches_is_refused(text: str) -> None:
+    """click compares nan with the lowest value allowed, and nan is not below it."""
+    with pytest.raises(click.BadParameter):
+        Seconds(1).convert(text, None, None)
+    assert Seconds(1).convert("1.5", None, None) == 1.5
