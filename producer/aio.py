@@ -163,7 +163,7 @@ class AsyncClient:
 
     async def results(self, job_ids: Sequence[str]) -> dict[str, Result]:
         found: dict[str, Result] = {}
-        for some in connection.chunks(list(job_ids), operations.MANY):
+        for some in connection.chunks(list(submission.several(job_ids)), operations.MANY):
             found |= await self.run(operations.read_results(some))
         return found
 
@@ -172,13 +172,13 @@ class AsyncClient:
 
     async def cancel_many(self, job_ids: Sequence[str]) -> list[CancelOutcome]:
         outcomes: list[CancelOutcome] = []
-        for some in connection.chunks(list(job_ids), operations.MANY):
+        for some in connection.chunks(list(submission.several(job_ids)), operations.MANY):
             replies = await self.run(operations.cancel(some, self.settings))
             outcomes += [reply or CancelOutcome.NOT_FOUND for reply in replies]
         return outcomes
 
     async def forget(self, job_ids: Sequence[str]) -> int:
-        return await self.run(operations.forget(list(job_ids), self.settings))
+        return await self.run(operations.forget(list(submission.several(job_ids)), self.settings))
 
     async def workers(self) -> list[WorkerInfo]:
         return await self.run(operations.workers())

@@ -1,6 +1,7 @@
 """`headrace`: the root command. Subcommands load when they are called, so that those which only
 talk to a service answer at once and need no torch."""
 
+import errno
 import importlib
 import importlib.util
 import os
@@ -10,6 +11,8 @@ from typing import Any, NamedTuple
 import click
 
 from headrace.producer.errors import HeadraceError
+
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class _Command(NamedTuple):
@@ -99,9 +102,10 @@ class LazyGroup(click.Group):
             ctx.exit(1)
         except OSError as error:
             # A file or a folder that a command was told to use: its name and the system's words.
-            if error.filename is None:
+            if error.filename is None and error.errno not in _DISK:
                 raise
-            print(f"headrace: {os.fsdecode(error.filename)}: {error.strerror}", file=sys.stderr)
+            place = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+            print(f"headrace: {place}{error.strerror}", file=sys.stderr)
             ctx.exit(2)
 
 

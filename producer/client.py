@@ -195,7 +195,7 @@ class Client:
     def results(self, job_ids: Sequence[str]) -> dict[str, Result]:
         """Results of those that have ended, failures included; one round trip, no waiting."""
         found: dict[str, Result] = {}
-        for some in connection.chunks(list(job_ids), operations.MANY):
+        for some in connection.chunks(list(submission.several(job_ids)), operations.MANY):
             found |= self.run(operations.read_results(some))
         return found
 
@@ -205,14 +205,14 @@ class Client:
 
     def cancel_many(self, job_ids: Sequence[str]) -> list[CancelOutcome]:
         outcomes: list[CancelOutcome] = []
-        for some in connection.chunks(list(job_ids), operations.MANY):
+        for some in connection.chunks(list(submission.several(job_ids)), operations.MANY):
             replies = self.run(operations.cancel(some, self.settings))
             outcomes += [reply or CancelOutcome.NOT_FOUND for reply in replies]
         return outcomes
 
     def forget(self, job_ids: Sequence[str]) -> int:
         """Delete the records of ended jobs; how many. Jobs still under way are left alone."""
-        return self.run(operations.forget(list(job_ids), self.settings))
+        return self.run(operations.forget(list(submission.several(job_ids)), self.settings))
 
     def workers(self) -> list[WorkerInfo]:
         """Live workers, with what they serve and their state."""

@@ -1,6 +1,8 @@
 """A progress bar with rate and time left, on stderr: redrawn on a terminal, a line now and then
 elsewhere. Knows nothing of jobs."""
 
+import contextlib
+import os
 import shutil
 import sys
 import time
@@ -12,6 +14,20 @@ from tqdm import tqdm
 _REDRAW_SECONDS = 0.2
 _LINE_SECONDS = 10.0
 _RATE_SECONDS = 30.0
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Write to stderr. Work goes on though nobody reads it any more: a closed pipe, a terminal that
+    is gone. What follows then goes nowhere, also what Python itself flushes at its end."""
+    stream = stream if stream is not None else sys.stderr
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 class Progress:
@@ -47,7 +63,7 @@ class Progress:
     def message(self, text: str) -> None:
         """A line of its own, above the bar."""
         self._clear()
-        print(text, file=self._stream, flush=True)
+        self._print(text + "\n")
         if self._terminal:
             self._draw(time.monotonic())
 
@@ -56,7 +72,7 @@ class Progress:
         if self._terminal or self._done != self._shown:
             self._draw(time.monotonic())
         if self._terminal:
-            print(file=self._stream, flush=True)
+            self._print("\n")
 
     def _rate(self, now: float) -> float | None:
         since, before = self._samples[0]
@@ -80,12 +96,15 @@ class Progress:
         )
         if self._terminal:
             padding = " " * max(0, self._width - len(line))
-            print(f"\r{line}{padding}", end="", file=self._stream, flush=True)
+            self._print(f"\r{line}{padding}")
             self._width = len(line)
         else:
-            print(line, file=self._stream, flush=True)
+            self._print(line + "\n")
+
+    def _print(self, text: str) -> None:
+        say(text, self._stream)
 
     def _clear(self) -> None:
         if self._terminal and self._width:
-            print("\r" + " " * self._width + "\r", end="", file=self._stream)
+            self._print("\r" + " " * self._width + "\r")
             self._width = 0

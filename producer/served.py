@@ -4,7 +4,6 @@ Found out before anything is started.
 """
 
 import contextlib
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from headrace.producer.client import Client
 from headrace.producer.connection import redacted
 from headrace.producer.errors import InvalidName, RedisUnavailable
 from headrace.producer.local import DEMO_MODEL, served_name
+from headrace.producer.progress import say
 from headrace.producer.redis_info import inspect_server
 from headrace.producer.run_options import RunOptions
 
@@ -50,7 +50,7 @@ class Served:
         if facts.problems:
             raise RedisUnavailable(f"{redacted(options.redis_url)}: {'; '.join(facts.problems)}")
         for warning in facts.warnings:
-            print(f"warning: {redacted(options.redis_url)}: {warning}", file=sys.stderr)
+            say(f"warning: {redacted(options.redis_url)}: {warning}\n")
         redis = GivenRedis(options.redis_url, client)
         models = {worker.model: worker.queues for worker in client.workers() if worker.model}
         wanted = options.served_model_name or (served_name(options.model) if options.model else "")

@@ -150,7 +150,7 @@ def chunked(
 ) -> Iterator[tuple[list[Request], list[str] | None]]:
     """Requests with their ids, `size` at a time. InvalidRequest when the ids run out."""
     source = each(requests)
-    ids = iter(job_ids) if job_ids is not None else None
+    ids = iter(several(job_ids)) if job_ids is not None else None
     while some := take(source, min(max(1, size), 1000)):
         chosen = None
         if ids is not None:
@@ -170,6 +170,13 @@ def each(requests: Iterable[T]) -> Iterator[T]:
     except TypeError:
         kind = type(requests).__name__
         raise InvalidRequest(f"give a list of requests, not {kind}", "requests") from None
+
+
+def several(job_ids: Iterable[str]) -> Iterable[str]:
+    """The job ids; InvalidRequest for a single one, which would be taken letter by letter."""
+    if isinstance(job_ids, (str, bytes)):
+        raise InvalidRequest("give a list of job ids, not one", "job_ids")
+    return job_ids
 
 
 def window(size: int) -> int:

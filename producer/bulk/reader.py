@@ -127,8 +127,22 @@ class Scan:
         return sum(self.bad.values())
 
 
+_OTHER_KINDS = (
+    (b"\xff\xfe", "UTF-16", "save it as UTF-8"),
+    (b"\xfe\xff", "UTF-16", "save it as UTF-8"),
+    (b"{\0", "UTF-16", "save it as UTF-8"),
+    (b"\0{", "UTF-16", "save it as UTF-8"),
+    (b"\x1f\x8b", "compressed with gzip", "`gunzip -c FILE | headrace run - ...`"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd", "`zstdcat FILE | headrace run - ...`"),
+    (b"PK\x03\x04", "a ZIP archive", "unpack it first"),
+    (b"PAR1", "Parquet", "write it as lines of JSON"),
+)
+"""How files begin whose every line would otherwise be called bad."""
+
+
 def open_input(path: Path) -> BinaryIO:
-    """Raises UnusableInput for what cannot be read twice, and for UTF-16, by name."""
+    """Raises UnusableInput for what cannot be read twice, and for what is no text in
+    UTF-8, by name."""
     try:
         if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():
             raise UnusableInput(
@@ -137,10 +151,11 @@ def open_input(path: Path) -> BinaryIO:
         file = path.open("rb", buffering=2**20)
     except OSError as error:
         raise UnusableInput("unreadable", f"cannot read {path}: {error.strerror}") from None
-    beginning = file.peek(2)[:2]  # type: ignore[attr-defined]
-    if beginning in (b"\xff\xfe", b"\xfe\xff"):
-        file.close()
-        raise UnusableInput("unreadable", f"{path} is UTF-16: save it as UTF-8")
+    beginning = file.peek(4)[:4]  # type: ignore[attr-defined]
+    for magic, kind, remedy in _OTHER_KINDS:
+        if beginning.startswith(magic):
+            file.close()
+            raise UnusableInput("unreadable", f"{path} is {kind}: {remedy}")
     return file
 
 

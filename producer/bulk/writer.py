@@ -87,6 +87,12 @@ class OutputLock:
             raise UnusableOutput(
                 "locked", f"another run is writing {self._output}: wait for it, or end it"
             ) from None
+        except OSError as error:
+            os.close(self._descriptor)
+            raise UnusableOutput(
+                "unwritable",
+                f"cannot lock {self._output} ({error.strerror}): choose a file system with locks",
+            ) from None
         return self
 
     def __exit__(

@@ -12,6 +12,7 @@ from headrace.producer.bulk.pump import MAX_JOBS
 from headrace.producer.commands import options
 from headrace.producer.commands.options import option
 from headrace.producer.errors import HeadraceError
+from headrace.producer.progress import say
 from headrace.producer.run import run as run_file
 from headrace.producer.run_options import RunOptions, Summary
 
@@ -123,5 +124,4 @@ def _report(summary: Summary) -> None:
         lines.append(f"errors:  {summary.errors}")
     if summary.interrupted:
         lines.append("interrupted: run the same command again to go on")
-    for line in lines:
-        print(line, file=sys.stderr)
+    say("".join(f"{line}\n" for line in lines))

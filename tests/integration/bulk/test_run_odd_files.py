@@ -185,3 +185,16 @@ def test_a_run_under_nohup_outlives_its_terminal(redis_url: str, tmp_path: Path)
         _, told = run.communicate()
     assert run.returncode == 0, told
     assert len(read_lines(out)) == 60
+
+
+def test_a_run_goes_on_when_nobody_reads_its_messages(redis_url: str, tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", [{"prompt": str(n)} for n in range(20)])
+    out = tmp_path / "o.jsonl"
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [*HEADRACE, "run", str(source), "-o", str(out), "--redis-url", redis_url]
+    with echo_worker(redis_url):
+        done = subprocess.run(command, env=environment(), stderr=writing)
+    os.close(writing)
+    assert done.returncode == 0
+    assert len(read_lines(out)) == 20

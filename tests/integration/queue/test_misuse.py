@@ -213,3 +213,16 @@ def test_a_batch_whose_file_is_still_being_sent_is_not_completed(redis_url: str)
         client.submit("1", batch="c")
         assert client.cancel_batch("c").state == "cancelled"
         source.close()
+
+
+def test_one_id_where_many_are_asked_for_is_not_taken_letter_by_letter(redis_url: str) -> None:
+    """The letters of an id are unknown jobs: nothing found, nothing cancelled, nothing said."""
+    with new_client(redis_url) as client:
+        job = client.submit("x", job_id="abc")
+        for call in (client.results, client.cancel_many, client.forget):
+            with pytest.raises(InvalidRequest, match="list of job ids"):
+                call(job.id)
+        with pytest.raises(InvalidRequest, match="list of job ids"):
+            client.submit_many(["x", "y", "z"], job_ids="def")
+        assert client.results([]) == {} and client.cancel_many([]) == []
+        assert client.submit_many(["x"], job_ids=iter(["g"]))[0].id == "g"

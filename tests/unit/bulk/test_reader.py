@@ -1,5 +1,6 @@
 """Each kind of bad line has its code and its number; nothing in a file can crash the reader."""
 
+import gzip
 import io
 import json
 import tracemalloc
@@ -277,3 +278,24 @@ def test_id_set_is_a_set_also_when_it_spills(texts: list[str], in_memory: int) -
 def test_no_bytes_crash_the_parser(data: bytes) -> None:
     item = LineParser().parse(1, data)
     assert isinstance(item, (Task, BadLine))
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ('{"prompt": "a"}'.encode("utf-16"), "UTF-16"),
+        ('{"prompt": "a"}'.encode("utf-16-le"), "UTF-16"),
+        ('{"prompt": "a"}'.encode("utf-16-be"), "UTF-16"),
+        (gzip.compress(b'{"prompt": "a"}'), "gunzip"),
+        (b"PK\x03\x04rest", "ZIP"),
+        (b"\x28\xb5\x2f\xfdrest", "zstd"),
+        (b"PAR1rest", "Parquet"),
+    ],
+)
+def test_a_file_of_another_kind_is_told_once_and_not_line_by_line(
+    tmp_path: Path, content: bytes, said: str
+) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UnusableInput, match=said):
+        scan(path, LineParser())
