@@ -135,7 +135,7 @@ _LOOP = LoopSettings()
     default="on-demand",
     help=", ".join(f"{name}: {seconds:g} s" for name, seconds in PROFILES.items()),
 )
-@option("--drain-timeout", env="DRAIN_TIMEOUT", type=options.Seconds(0), help="Seconds instead.")
+@option("--drain-timeout", env="DRAIN_TIMEOUT", type=options.FiniteType(0), help="Seconds instead.")
 @option(
     "--spot-notice",
     env="SPOT_NOTICE",
@@ -144,17 +144,17 @@ _LOOP = LoopSettings()
 @option(
     "--hang-timeout",
     env="HANG_TIMEOUT",
-    type=options.Seconds(1),
+    type=options.FiniteType(1),
     default=600.0,
     help="Seconds after which a step is a hang and its leases lapse.",
 )
-@option("--lease-seconds", env="LEASE_SECONDS", type=options.Seconds(1), default=60.0)
+@option("--lease-seconds", env="LEASE_SECONDS", type=options.FiniteType(1), default=60.0)
 @option("--max-attempts", env="MAX_ATTEMPTS", type=click.IntRange(1), default=3)
 @option("--max-crashes", env="MAX_CRASHES", type=click.IntRange(1), default=3)
 @option(
     "--connect-timeout",
     env="CONNECT_TIMEOUT",
-    type=options.Seconds(0),
+    type=options.FiniteType(0),
     default=5.0,
     help="Seconds to try a Redis that does not answer at the start.",
 )

@@ -209,35 +209,35 @@ def make_server(
 @option(
     "--acceptable-wait",
     env="EXPORTER_ACCEPTABLE_WAIT",
-    type=float,
+    type=options.FiniteType(0),
     default=600.0,
     help="Seconds within which a job without a deadline should be done.",
 )
 @option(
     "--cold-start",
     env="EXPORTER_COLD_START",
-    type=float,
+    type=options.FiniteType(0),
     default=60.0,
     help="Seconds that a worker needs to start, until one has told its own (kept in Redis).",
 )
 @option(
     "--prefill-rate",
     env="EXPORTER_PREFILL_RATE",
-    type=float,
+    type=options.FiniteType(0),
     default=0.0,
     help="Prompt tokens a second of one worker, until one has told its own.",
 )
 @option(
     "--decode-rate",
     env="EXPORTER_DECODE_RATE",
-    type=float,
+    type=options.FiniteType(0),
     default=0.0,
     help="Output tokens a second of one worker, until one has told its own.",
 )
 @option(
     "--max-replicas",
     env="EXPORTER_MAX_REPLICAS",
-    type=int,
+    type=click.IntRange(0),
     default=100,
     help="What replicas_required never exceeds.",
 )

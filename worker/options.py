@@ -27,11 +27,11 @@ class PortType(click.ParamType[int]):
         return port
 
 
-class Seconds(click.FloatRange):
-    """A duration from `low` seconds on. "nan" passes click's own comparison; "inf" would be a lease
-    that never ends."""
+class FiniteType(click.FloatRange):
+    """A number from `low` on. "nan" passes click's own comparison; "inf" would be a lease that
+    never ends."""
 
-    name = "seconds"
+    name = "number"
 
     def __init__(self, low: float) -> None:
         super().__init__(low)
@@ -41,7 +41,7 @@ class Seconds(click.FloatRange):
     ) -> float:
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
-            self.fail(f"{value!r} is no number of seconds", param, ctx)
+            self.fail(f"{value!r} is no such number", param, ctx)
         return number
 
 

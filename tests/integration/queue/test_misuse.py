@@ -11,7 +11,7 @@ from queue_support import QUEUE, balance, finish_all, new_client, new_source
 from headrace.producer import Client
 from headrace.producer.aio import AsyncClient
 from headrace.producer.errors import InvalidRequest, RedisUnavailable, ResultTimeout
-from headrace.worker.source import FinishCode
+from headrace.worker.source import FinishCode, WorkerFacts, WorkerState
 
 
 @pytest.mark.parametrize("max_tokens", [10**12, 10**14, 2**53, 2**63 - 1])
@@ -158,8 +158,13 @@ def test_a_connection_that_decodes_answers_is_refused_by_name(redis_url: str) ->
 
 @pytest.mark.parametrize("protocol", [2, 3])
 def test_either_protocol_of_redis_gives_the_same_answers(redis_url: str, protocol: int) -> None:
-    with Client(client=redis.Redis.from_url(redis_url, protocol=protocol), queue=QUEUE) as client:
-        source = new_source(redis_url)
+    url = f"{redis_url}{'&' if '?' in redis_url else '?'}protocol={protocol}"
+    with Client(url, queue=QUEUE) as client:
+        source = new_source(url)
+        source.announce(WorkerFacts(model="m", state=WorkerState.READY, queues=(QUEUE,), slots=1))
+        assert [worker.model for worker in client.workers()] == ["m"]
+        source.heartbeat()
+        assert source.reap() == 0
         jobs = client.submit_many(["a", "b"], batch="b")
         finish_all(source, source.claim(8, 0.0))
         assert [job.result(5).text for job in jobs] == ["an answer"] * 2

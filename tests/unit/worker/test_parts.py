@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
 
 from headrace.engine.sampling_params import SamplingParams
@@ -15,10 +16,11 @@ from headrace.producer import schemas
 from headrace.worker import logs, metrics, notice
 from headrace.worker.config import default_served_name
 from headrace.worker.drain import Drain
+from headrace.worker.exporter import exporter
 from headrace.worker.http import HttpServer, check_route
 from headrace.worker.inflight import InFlight
 from headrace.worker.metrics import WorkerMetrics
-from headrace.worker.options import BytesType, PortType, Seconds
+from headrace.worker.options import BytesType, FiniteType, PortType
 from headrace.worker.pulse import Pulse
 from headrace.worker.rates import ServiceRates
 from headrace.worker.recovery import Recovery
@@ -255,5 +257,20 @@ def test_a_size_that_is_no_number_of_bytes_is_refused(text: str) -> None:
 def test_a_time_that_no_clock_reaches_is_refused(text: str) -> None:
     """click compares nan with the lowest value allowed, and nan is not below it."""
     with pytest.raises(click.BadParameter):
-        Seconds(1).convert(text, None, None)
-    assert Seconds(1).convert("1.5", None, None) == 1.5
+        FiniteType(1).convert(text, None, None)
+    assert FiniteType(1).convert("1.5", None, None) == 1.5
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("--acceptable-wait", "-1"),
+        ("--cold-start", "nan"),
+        ("--prefill-rate", "-5"),
+        ("--decode-rate", "inf"),
+        ("--max-replicas", "-1"),
+    ],
+)
+def test_an_exporter_that_could_never_answer_does_not_start(option: str, value: str) -> None:
+    done = CliRunner().invoke(exporter, [option, value, "--redis-url", "redis://localhost:1/0"])
+    assert done.exit_code == 2 and option in done.output
