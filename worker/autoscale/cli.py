@@ -244,6 +244,8 @@ def simulate_command(**options: Any) -> None:
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    except OverflowError as error:
+        raise click.UsageError(f"a length, rate or time is too large ({error})") from error
     except OSError as error:
         raise click.UsageError(f"cannot read {error.filename}: {error.strerror}") from error
     if options["as_json"]:

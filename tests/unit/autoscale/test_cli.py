@@ -115,6 +115,7 @@ def test_a_bad_trace_is_named_with_its_line(tmp_path: Path) -> None:
         (["--acceptable-wait", "0"], "--acceptable-wait must be above 0"),
         (["--trace", "gone.csv"], "cannot read gone.csv: No such file"),
         (["--trace", "a.csv", "--bulk-file", "b.jsonl"], "give one of them"),
+        (["--jobs", "5", "--prompt-tokens", "1e300"], "is too large"),
     ],
 )
 def test_what_is_wrong_is_said_and_exits_2(arguments: list[str], problem: str) -> None:
