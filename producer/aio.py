@@ -22,7 +22,7 @@ import redis.asyncio
 from headrace.producer import connection, keys, operations, submission
 from headrace.producer.blobs import BLOBS_VARIABLE, THRESHOLD, BlobStore, perform
 from headrace.producer.client import DEFAULT_URL, URL_VARIABLE
-from headrace.producer.errors import QueueFull, error_for
+from headrace.producer.errors import HeadraceError, InvalidRequest, QueueFull, error_for
 from headrace.producer.operations import (
     BatchStatus,
     CancelOutcome,
@@ -94,9 +94,8 @@ class AsyncClient:
         if idempotency_key is not None:
             job_id = operations.idempotent_id(idempotency_key, job_id)
         await self._check_memory()
-        ids = [job_id] if job_id is not None else None
-        (accepted,) = await self.run(submission.submit([request], options, self.settings, ids))
-        return AsyncJob(accepted, self)
+        steps = submission.submit_one(request, options, self.settings, job_id)
+        return AsyncJob(await self.run(steps), self)
 
     async def submit_many(
         self,
@@ -107,20 +106,21 @@ class AsyncClient:
         block: float | None = None,
         **fields: Any,
     ) -> list[AsyncJob]:
-        """As `Client.submit_many`, the same keyword arguments."""
+        """As `Client.submit_many`, the same keyword arguments. Cancelled half-way, what was sent
+        goes on: whoever gave `job_ids` knows it."""
         options, defaults = submission.split(fields)
         end = None if block is None else time.monotonic() + block
         jobs: list[AsyncJob] = []
-        for some, ids in submission.chunked(requests, job_ids, defaults, chunk):
-            try:
+        chunks = submission.chunked(requests, job_ids, defaults, chunk)
+        while True:
+            with submission.after(jobs):
+                some, ids = next(chunks, ([], None))
+                if not some:
+                    return jobs
                 await self._check_memory(end)
                 steps = submission.submit(some, options, self.settings, ids, end)
                 accepted = await self.run(steps)
-            except QueueFull as error:
-                earlier = tuple(job.id for job in jobs)
-                raise QueueFull(str(error), earlier + error.accepted) from error
             jobs += [AsyncJob(job_id, self) for job_id in accepted]
-        return jobs
 
     async def map(
         self,
@@ -128,25 +128,64 @@ class AsyncClient:
         *,
         window: int = 1024,
         timeout: float | None = None,
-        **fields: Any,
+        job_ids: Iterable[str] | None = None,
+        **options: Any,
     ) -> AsyncIterator[Result]:
         """As `Client.map`."""
         source = submission.each(requests)
         window = submission.window(window)
-        waiting: deque[AsyncJob] = deque()
+        options.pop("chunk", None)
+        submission.check_call({name: options[name] for name in options if name != "block"})
+        chosen = iter(submission.several(job_ids)) if job_ids is not None else None
+        waiting: deque[AsyncJob | Result] = deque()
         step = max(1, min(operations.MANY, window // 2))
         try:
             while True:
                 while len(waiting) <= window - step and (some := submission.take(source, step)):
-                    waiting += await self.submit_many(some, **fields)
+                    ids = submission.take_ids(chosen, len(some)) if chosen is not None else None
+                    try:
+                        waiting += await self._submit_sendable(some, ids, options)
+                    except HeadraceError as error:
+                        waiting += [AsyncJob(job_id, self) for job_id in error.accepted]
+                        error.accepted = ()
+                        raise
                 if not waiting:
                     return
-                result = await self.run(operations.wait_result(waiting[0].id, timeout))
-                await self.forget([waiting.popleft().id])
+                first = waiting[0]
+                if isinstance(first, AsyncJob):
+                    result = await self.run(operations.wait_result(first.id, timeout))
+                    waiting.popleft()
+                    await self.forget([first.id])
+                else:
+                    result = first
+                    waiting.popleft()
                 yield result
         finally:
-            if waiting:
-                await self.cancel_many([job.id for job in waiting])
+            if sent := [job.id for job in waiting if isinstance(job, AsyncJob)]:
+                await self.cancel_many(sent)
+
+    async def _submit_sendable(
+        self, some: list[RequestLike], ids: list[str] | None, options: Mapping[str, Any]
+    ) -> Sequence[AsyncJob | Result]:
+        """The jobs of at most one chunk, with a failure for each that can't be sent."""
+        try:
+            return await self.submit_many(some, job_ids=ids, **options)
+        except InvalidRequest:
+            # Nothing of a chunk is sent before all of it is encoded.
+            fields = {name: value for name, value in options.items() if name != "block"}
+            sifted = submission.sift(some, fields, self.settings)
+            if not any(isinstance(item, Result) for item in sifted):
+                raise
+        good = [index for index, item in enumerate(sifted) if not isinstance(item, Result)]
+        jobs = await self.submit_many(
+            [some[index] for index in good],
+            job_ids=[ids[index] for index in good] if ids is not None else None,
+            **options,
+        )
+        sent = dict(zip(good, jobs, strict=True))
+        return [
+            item if isinstance(item, Result) else sent[index] for index, item in enumerate(sifted)
+        ]
 
     def job(self, job_id: str) -> AsyncJob:
         return AsyncJob(keys.check_id("job_id", job_id), self)

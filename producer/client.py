@@ -19,7 +19,7 @@ import redis
 
 from headrace.producer import connection, explain, keys, operations, submission
 from headrace.producer.blobs import BLOBS_VARIABLE, THRESHOLD, BlobStore, perform
-from headrace.producer.errors import QueueFull, error_for
+from headrace.producer.errors import HeadraceError, InvalidRequest, QueueFull, error_for
 from headrace.producer.explain import Explanation
 from headrace.producer.operations import (
     BatchStatus,
@@ -112,9 +112,8 @@ class Client:
         if idempotency_key is not None:
             job_id = operations.idempotent_id(idempotency_key, job_id)
         self._check_memory()
-        ids = [job_id] if job_id is not None else None
-        (accepted,) = self.run(submission.submit([request], options, self.settings, ids))
-        return Job(accepted, self)
+        steps = submission.submit_one(request, options, self.settings, job_id)
+        return Job(self.run(steps), self)
 
     def submit_many(
         self,
@@ -129,20 +128,22 @@ class Client:
 
         `fields` as for `submit`: options of them all, and defaults for what a request leaves
         unset. `block`: seconds to wait for space where admission is limited; None raises QueueFull
-        at once, its `accepted` says what got in.
+        at once. The `accepted` of whatever is raised holds the ids that got in before; the `index`
+        of an InvalidRequest says which request it was.
         """
         options, defaults = submission.split(fields)
         end = None if block is None else time.monotonic() + block
         jobs: list[Job] = []
-        for some, ids in submission.chunked(requests, job_ids, defaults, chunk):
-            try:
+        chunks = submission.chunked(requests, job_ids, defaults, chunk)
+        while True:
+            with submission.after(jobs):
+                some, ids = next(chunks, ([], None))
+                if not some:
+                    return jobs
                 self._check_memory(end)
-                accepted = self.run(submission.submit(some, options, self.settings, ids, end))
-            except QueueFull as error:
-                earlier = tuple(job.id for job in jobs)
-                raise QueueFull(str(error), earlier + error.accepted) from error
+                steps = submission.submit(some, options, self.settings, ids, end)
+                accepted = self.run(steps)
             jobs += [Job(job_id, self) for job_id in accepted]
-        return jobs
 
     def map(
         self,
@@ -150,32 +151,71 @@ class Client:
         *,
         window: int = 1024,
         timeout: float | None = None,
+        job_ids: Iterable[str] | None = None,
         **options: Any,
     ) -> Iterator[Result]:
         """Results in the order of the requests, at most `window` jobs ahead of the reader.
 
-        A job that failed yields its Result with a `failure` and does not stop the others.
-        `timeout`: seconds to wait for each. `options` as for `submit_many`. Records are deleted
-        once read.
+        A job that failed yields its Result with a `failure` and does not stop the others; so does a
+        request that can't be sent, with code invalid_request (or payload_too_large) and no job id.
+        What would be wrong with all of them, and a queue or Redis that takes none, raises, and ends
+        what was sent and not read. `timeout`: seconds to wait for each. `options` as for
+        `submit_many`. Records are deleted once read.
         """
         source = submission.each(requests)
         window = submission.window(window)
-        waiting: deque[Job] = deque()
+        options.pop("chunk", None)
+        submission.check_call({name: options[name] for name in options if name != "block"})
+        chosen = iter(submission.several(job_ids)) if job_ids is not None else None
+        waiting: deque[Job | Result] = deque()
         step = max(1, min(operations.MANY, window // 2))
         try:
             while True:
                 while len(waiting) <= window - step and (some := submission.take(source, step)):
-                    waiting += self.submit_many(some, **options)
+                    ids = submission.take_ids(chosen, len(some)) if chosen is not None else None
+                    try:
+                        waiting += self._submit_sendable(some, ids, options)
+                    except HeadraceError as error:
+                        waiting += [Job(job_id, self) for job_id in error.accepted]
+                        error.accepted = ()
+                        raise
                 if not waiting:
                     return
-                job = waiting[0]
-                result = self.run(operations.wait_result(job.id, timeout))
-                waiting.popleft()
-                self.forget([job.id])
+                first = waiting[0]
+                if isinstance(first, Job):
+                    result = self.run(operations.wait_result(first.id, timeout))
+                    waiting.popleft()
+                    self.forget([first.id])
+                else:
+                    result = first
+                    waiting.popleft()
                 yield result
         finally:
-            if waiting:
-                self.cancel_many([job.id for job in waiting])
+            if sent := [job.id for job in waiting if isinstance(job, Job)]:
+                self.cancel_many(sent)
+
+    def _submit_sendable(
+        self, some: list[RequestLike], ids: list[str] | None, options: Mapping[str, Any]
+    ) -> Sequence[Job | Result]:
+        """The jobs of at most one chunk, with a failure for each that can't be sent."""
+        try:
+            return self.submit_many(some, job_ids=ids, **options)
+        except InvalidRequest:
+            # Nothing of a chunk is sent before all of it is encoded.
+            fields = {name: value for name, value in options.items() if name != "block"}
+            sifted = submission.sift(some, fields, self.settings)
+            if not any(isinstance(item, Result) for item in sifted):
+                raise
+        good = [index for index, item in enumerate(sifted) if not isinstance(item, Result)]
+        jobs = self.submit_many(
+            [some[index] for index in good],
+            job_ids=[ids[index] for index in good] if ids is not None else None,
+            **options,
+        )
+        sent = dict(zip(good, jobs, strict=True))
+        return [
+            item if isinstance(item, Result) else sent[index] for index, item in enumerate(sifted)
+        ]
 
     def job(self, job_id: str) -> Job:
         """A handle on a job submitted before, here or elsewhere."""

@@ -59,12 +59,21 @@ def invalid_request(error: ValidationError) -> InvalidRequest:
     """Pydantic's findings in one sentence, without the values (which may be prompts)."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     first = found[0]
-    param = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
+    if _is_branch(first["loc"][-1] if first["loc"] else 0):
+        # Of a list that is no text either, what is wrong inside it says more.
+        alike = (one for one in found if one["loc"][:1] == first["loc"][:1])
+        first = max(alike, key=lambda one: len(one["loc"]))
+    param = ".".join(str(part) for part in first["loc"] if not _is_branch(part))
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = "is not a parameter that Headrace knows"
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return InvalidRequest(f"{param}: {message}{more}" if param else message + more, param or None)
+
+
+def _is_branch(part: int | str) -> bool:
+    """Pydantic names the validator and the branch of a union in an error's path."""
+    return isinstance(part, str) and (part == "str" or part.startswith(("function-", "list[")))
 
 
 def pack(payload: bytes) -> bytes:

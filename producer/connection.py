@@ -10,7 +10,7 @@ import contextlib
 import random
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
@@ -253,9 +253,16 @@ async def send_async(client: Any, call: RedisCall, retry_for: float = RETRY_FOR)
         await asyncio.sleep(call.seconds)
         return None
     patience = Patience(retry_for)
+    task = asyncio.current_task()
+    cancels = task.cancelling() if task is not None else 0
     while True:
         try:
-            return await _send_once_async(client, call)
+            reply = await _send_once_async(client, call)
+            # Before Python 3.12 `asyncio.wait_for`, which redis-py writes with, drops a
+            # cancellation that comes as it ends (cpython issue 86296).
+            if task is not None and task.cancelling() > cancels:
+                raise asyncio.CancelledError
+            return reply
         except redis.exceptions.RedisError as error:
             if not is_transient(error):
                 raise translate(error) from error
@@ -274,7 +281,23 @@ async def _send_once_async(client: Any, call: Eval | Commands | Block) -> Any:
         for command in call.commands:
             pipeline.execute_command(*command)
         return await pipeline.execute()
-    return await client.execute_command(*call.command)
+    return await _blocking(client.execute_command(*call.command))
+
+
+async def _blocking(command: Coroutine[Any, Any, Any]) -> Any:
+    """A command that Redis holds for seconds: whoever is cancelled does not wait for its end, also
+    where `asyncio.wait_for` dropped the cancellation inside."""
+    inner = asyncio.ensure_future(command)
+    try:
+        await asyncio.wait({inner})
+    except asyncio.CancelledError:
+        while not inner.done():
+            inner.cancel()
+            await asyncio.wait({inner}, timeout=0.05)
+        if not inner.cancelled():
+            inner.exception()
+        raise
+    return inner.result()
 
 
 def _send_once(client: RedisClient, call: Eval | Commands | Block) -> Any:

@@ -20,15 +20,24 @@ from headrace.producer.schemas import Failure, Result
 
 
 class HeadraceError(Exception):
-    """Base of everything that this package raises on purpose."""
+    """Base of everything that this package raises on purpose. `accepted`: ids of jobs that the same
+    call had sent before, which go on."""
+
+    accepted: tuple[str, ...] = ()
 
 
 class InvalidRequest(HeadraceError, ValueError):
-    """A request that cannot be sent. `param` names the field when there is one."""
+    """A request that cannot be sent. `param` names the field when there is one, `index` the
+    request's place among those of one call."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+        self.index: int | None = None
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return message if self.index is None else f"requests[{self.index}]: {message}"
 
 
 class InvalidName(InvalidRequest):
@@ -48,7 +57,7 @@ class PayloadError(HeadraceError):
 
 
 class QueueFull(HeadraceError):
-    """Admission refused. `accepted`: ids of the same call that did get in."""
+    """Admission refused. `accepted`: those of the same call that did get in."""
 
     def __init__(self, message: str, accepted: tuple[str, ...] = ()) -> None:
         super().__init__(message)

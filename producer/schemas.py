@@ -6,14 +6,18 @@ unset are not sent. Nothing here knows Redis, RQ or the engine.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Strict, field_validator, model_validator
 
 from headrace.producer import json_value, trace_context
 
 WIRE_VERSION = 1
 
 FailureCode = str
-Whole = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+# A number is no text and no truth value, here as in the worker, which reads JSON.
+Whole = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
+Number = Annotated[float, Strict()]
+Flag = Annotated[bool, Strict()]
+Token = Annotated[int, Strict()]
 
 
 class Wire(BaseModel):
@@ -43,20 +47,20 @@ class Sampling(Wire):
 
     max_tokens: Whole | None = None
     min_tokens: Whole | None = None
-    temperature: float | None = None
+    temperature: Number | None = None
     top_k: Whole | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    top_p: Number | None = None
+    min_p: Number | None = None
+    repetition_penalty: Number | None = None
+    presence_penalty: Number | None = None
+    frequency_penalty: Number | None = None
+    logit_bias: dict[int, Number] | None = None
+    seed: Annotated[int, Field(strict=True, ge=-(2**63), lt=2**64)] | None = None
+    n: Annotated[int, Field(strict=True, ge=1, le=128)] | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    logprobs: bool | None = None
+    stop_token_ids: list[Token] | None = None
+    ignore_eos: Flag | None = None
+    logprobs: Flag | None = None
     top_logprobs: Whole | None = None
 
 
@@ -68,9 +72,9 @@ class Request(Sampling):
     `traceparent` in `metadata` must be one (`trace_context`): the job is then part of that trace.
     """
 
-    v: int = WIRE_VERSION
+    v: Annotated[int, Strict()] = WIRE_VERSION
     model: str | None = None
-    prompt: str | list[int] | None = None
+    prompt: str | list[Token] | None = None
     messages: list[Message] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     custom_id: str | None = Field(default=None, max_length=512)
@@ -145,7 +149,8 @@ class Timing(Reply):
 
 
 class Result(Reply):
-    """The one visible end of a job: `choices`, or a `failure`.
+    """The one visible end of a job: `choices`, or a `failure`. `job_id` is empty where `map` met a
+    request that can't be sent.
 
     `system_fingerprint`: digest of the weights, code, types, versions and machine that gave the
     answer; in deterministic mode the same request gets the same answer from whatever has the same.

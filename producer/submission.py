@@ -2,15 +2,16 @@
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from types import UnionType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from headrace.producer import keys, operations
-from headrace.producer.errors import InvalidRequest
+from headrace.producer import codec, keys, operations
+from headrace.producer.errors import HeadraceError, InvalidRequest, PayloadTooLarge
 from headrace.producer.operations import Placement, RequestLike, Settings, Steps
-from headrace.producer.schemas import Request
+from headrace.producer.schemas import Request, Result
 
 T = TypeVar("T")
 
@@ -110,15 +111,62 @@ def submit(
         placements[model] = options.placement(queue)
     ids = list(job_ids) if job_ids is not None else [operations.new_job_id() for _ in requests]
     outgoing: dict[Placement, list[operations.Outgoing]] = {}
-    for request, job_id in zip(requests, ids, strict=True):
+    for index, (request, job_id) in enumerate(zip(requests, ids, strict=True)):
         placement = placements[request.model]
-        job = operations.encode(request, placement, job_id, settings)
+        with _at(index):
+            job = operations.encode(request, placement, job_id, settings)
         outgoing.setdefault(placement, []).append(job)
     accepted: list[str] = []
-    for placement, jobs in outgoing.items():
-        for part in _parts(jobs):
-            yield from operations.submit_chunk(part, placement, settings, block_until, accepted)
+    try:
+        for placement, jobs in outgoing.items():
+            for part in _parts(jobs):
+                yield from operations.submit_chunk(part, placement, settings, block_until, accepted)
+    except HeadraceError as error:
+        error.accepted = tuple(accepted)
+        raise
     return ids
+
+
+@contextmanager
+def _at(index: int) -> Iterator[None]:
+    try:
+        yield
+    except InvalidRequest as error:
+        error.index = index
+        raise
+
+
+def submit_one(
+    request: Request, options: Options, settings: Settings, job_id: str | None
+) -> Steps[str]:
+    """Send one; its id."""
+    ids = [job_id] if job_id is not None else None
+    try:
+        (accepted,) = yield from submit([request], options, settings, ids)
+    except InvalidRequest as error:
+        error.index = None
+        raise
+    return accepted
+
+
+class Sent(Protocol):
+    """A job that the caller has in hand."""
+
+    @property
+    def id(self) -> str: ...
+
+
+@contextmanager
+def after(earlier: Sequence[Sent]) -> Iterator[None]:
+    """What is raised inside says which jobs of the same call had been sent before, `earlier` among
+    them, and counts the requests from the first of all."""
+    try:
+        yield
+    except HeadraceError as error:
+        error.accepted = (*(job.id for job in earlier), *error.accepted)
+        if isinstance(error, InvalidRequest) and error.index is not None:
+            error.index += len(earlier)
+        raise
 
 
 def _is_number(value: Any, kind: type | UnionType = int | float) -> bool:
@@ -154,10 +202,16 @@ def chunked(
     while some := take(source, min(max(1, size), 1000)):
         chosen = None
         if ids is not None:
-            chosen = take(ids, len(some))
-            if len(chosen) != len(some):
-                raise InvalidRequest("there are fewer job ids than requests", "job_ids")
-        yield [operations.to_request(item, defaults) for item in some], chosen
+            chosen = take_ids(ids, len(some))
+        yield [_request_at(index, item, defaults) for index, item in enumerate(some)], chosen
+
+
+def _request_at(index: int, item: RequestLike, defaults: Mapping[str, Any]) -> Request:
+    try:
+        return operations.to_request(item, defaults)
+    except InvalidRequest as error:
+        error.index = index
+        raise
 
 
 def each(requests: Iterable[T]) -> Iterator[T]:
@@ -179,11 +233,61 @@ def several(job_ids: Iterable[str]) -> Iterable[str]:
     return job_ids
 
 
+def check_call(fields: Mapping[str, Any]) -> None:
+    """InvalidRequest for what no request of a call could be sent with."""
+    options, defaults = split(fields)
+    options.placement("any")
+    has_input = not defaults.keys().isdisjoint(("prompt", "messages"))
+    operations.to_request({} if has_input else "any", defaults)
+
+
+def sift(
+    requests: Sequence[RequestLike], fields: Mapping[str, Any], settings: Settings
+) -> list[Request | Result]:
+    """Each request as it can be sent, or a Result with the failure that says why it can't be."""
+    options, defaults = split(fields)
+    named = options.queue is not None or settings.queue is not None
+    sifted: list[Request | Result] = []
+    for item in requests:
+        try:
+            request = operations.to_request(item, defaults)
+            codec.encode_request(request, settings.max_payload_bytes)
+            if not named and request.model not in (None, "default"):
+                keys.check_queue(request.model or "")
+            sifted.append(request)
+        except InvalidRequest as error:
+            sifted.append(_unsent(item, error))
+    return sifted
+
+
+def _unsent(item: RequestLike, error: InvalidRequest) -> Result:
+    code = "payload_too_large" if isinstance(error, PayloadTooLarge) else "invalid_request"
+    result = codec.failed("", code, str(error), error.param)
+    known = item.model_dump(exclude_unset=True) if isinstance(item, Request) else item
+    if isinstance(known, Mapping):
+        custom_id, metadata = known.get("custom_id"), known.get("metadata")
+        result = result.model_copy(
+            update={
+                "custom_id": custom_id if isinstance(custom_id, str) else None,
+                "metadata": dict(metadata) if isinstance(metadata, Mapping) else None,
+            }
+        )
+    return result
+
+
 def window(size: int) -> int:
     """How far `map` may run ahead of its reader."""
     if not _is_number(size, int) or size < 1:
         raise InvalidRequest("window must be a whole number of at least 1", "window")
     return size
+
+
+def take_ids(ids: Iterator[str], count: int) -> list[str]:
+    """The next `count` job ids; InvalidRequest when they run out."""
+    taken = take(ids, count)
+    if len(taken) != count:
+        raise InvalidRequest("there are fewer job ids than requests", "job_ids")
+    return taken
 
 
 def take(source: Iterator[T], count: int) -> list[T]:

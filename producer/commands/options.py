@@ -10,6 +10,7 @@ import orjson
 
 from headrace.producer import codec
 from headrace.producer.bulk.reader import MAX_LINE_BYTES
+from headrace.producer.errors import InvalidRequest
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -38,18 +39,23 @@ def queue(command: F) -> F:
     return option("--queue", help="Queue; by default the model's name.")(command)
 
 
+# The worker's own ranges, which every line would be refused by.
+_COUNT = click.IntRange(0)
+_SHARE = click.FloatRange(0.0, 1.0)
+_PENALTY = click.FloatRange(-2.0, 2.0)
 _SAMPLING: tuple[tuple[str, Any, str], ...] = (
-    ("max_tokens", int, "Most tokens to generate."),
-    ("min_tokens", int, "Fewest tokens to generate."),
-    ("temperature", float, "0 is greedy."),
-    ("top_p", float, "Nucleus sampling."),
-    ("top_k", int, "Sample among the k likeliest."),
-    ("min_p", float, "Least probability, as a share of the likeliest token's."),
-    ("repetition_penalty", float, "Above 1: repeat less."),
-    ("presence_penalty", float, "-2 to 2."),
-    ("frequency_penalty", float, "-2 to 2."),
+    ("max_tokens", _COUNT, "Most tokens to generate."),
+    ("min_tokens", _COUNT, "Fewest tokens to generate."),
+    ("temperature", click.FloatRange(0.0, 100.0), "0 is greedy."),
+    ("top_p", click.FloatRange(0.0, 1.0, min_open=True), "Nucleus sampling."),
+    ("top_k", _COUNT, "Sample among the k likeliest."),
+    ("min_p", _SHARE, "Least probability, as a share of the likeliest token's."),
+    ("repetition_penalty", click.FloatRange(0.0, min_open=True), "Above 1: repeat less."),
+    ("presence_penalty", _PENALTY, "-2 to 2."),
+    ("frequency_penalty", _PENALTY, "-2 to 2."),
     ("seed", int, "Same seed, same answer."),
 )
+_MAX_STOPS, _MAX_STOP_LENGTH = 64, 1024
 
 
 def sampling(command: F) -> F:
@@ -76,6 +82,13 @@ def take_sampling(given: dict[str, Any]) -> dict[str, Any]:
         values["ignore_eos"] = True
     if stop := given.pop("stop"):
         values["stop"] = list(stop)
+        if not all(0 < len(text) <= _MAX_STOP_LENGTH for text in stop) or len(stop) > _MAX_STOPS:
+            raise InvalidRequest(
+                f"--stop: at most {_MAX_STOPS} texts of 1 to {_MAX_STOP_LENGTH} characters", "stop"
+            )
+    least, most = values.get("min_tokens", 0), values.get("max_tokens")
+    if most is not None and least > most:
+        raise InvalidRequest(f"--min-tokens {least} is above --max-tokens {most}", "min_tokens")
     codec.parse_sampling(values)
     return values
 

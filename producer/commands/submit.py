@@ -14,6 +14,7 @@ from headrace.producer.bulk.reader import ReadOptions, open_input, read_tasks, s
 from headrace.producer.client import Client
 from headrace.producer.commands import options
 from headrace.producer.commands.options import option
+from headrace.producer.errors import JobNotFound
 from headrace.producer.schemas import Request
 
 _CHUNK = 256
@@ -94,8 +95,10 @@ def submit(
                 " good ones",
                 first.line,
             )
-        batch = batch or "batch-" + secrets.token_hex(6)
         manifest = {"file": source.name, "sha256": found.sha256, "requests": found.tasks}
+        if batch is not None:
+            _refuse_another_file(client, batch, manifest)
+        batch = batch or "batch-" + secrets.token_hex(6)
         client.create_batch(batch, manifest)
         sent = 0
         for tasks in _chunks(source, _parser(model, defaults), read):
@@ -111,6 +114,20 @@ def submit(
             options.print_json({"batch": batch, "requests": sent, "bad_lines": found.bad_lines})
         else:
             click.echo(batch)
+
+
+def _refuse_another_file(client: Client, batch: str, manifest: dict[str, Any]) -> None:
+    """Before anything of the batch that is there is written over."""
+    try:
+        there = client.batch(batch).manifest
+    except JobNotFound:
+        return
+    if there.get("sha256", manifest["sha256"]) != manifest["sha256"]:
+        raise UnusableInput(
+            "batch_exists",
+            f"batch {batch} was sent from {there.get('file', 'a file')} with other lines; nothing"
+            f" was sent. Choose another --batch for {manifest['file']}",
+        )
 
 
 def _parser(model: str | None, defaults: dict[str, Any]) -> LineParser:

@@ -68,7 +68,16 @@ def to_request(item: RequestLike, defaults: Mapping[str, Any]) -> Request:
     # Whatever is no mapping is a prompt, or is refused as one that can't be.
     fields: dict[str, Any] = dict(item) if isinstance(item, Mapping) else {"prompt": item}
     given = {name: value for name, value in defaults.items() if value is not None}
-    return codec.parse_request({**given, **fields})
+    return codec.parse_request(
+        {name: _without_arrays(value) for name, value in {**given, **fields}.items()}
+    )
+
+
+def _without_arrays(value: Any) -> Any:
+    """Numbers and token ids of numpy or torch as Python's own, alone or in a list."""
+    if isinstance(value, list | tuple) and value and hasattr(value[0], "tolist"):
+        return [item.tolist() if hasattr(item, "tolist") else item for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def encode(request: Request, placement: Placement, job_id: str, settings: Settings) -> Outgoing:

@@ -68,6 +68,24 @@ def test_submitting_a_batch_again_adds_nothing_twice(redis_url: str, tmp_path: P
         assert client.batch("mine").total == 5
 
 
+def test_another_file_under_a_batchs_id_is_refused_before_anything_is_written_over(
+    redis_url: str, tmp_path: Path
+) -> None:
+    first = write_lines(tmp_path / "first.jsonl", [{"prompt": f"p{i}"} for i in range(5)])
+    other = write_lines(tmp_path / "other.jsonl", [{"prompt": f"p{i}"} for i in range(7)])
+    env = {"HEADRACE_REDIS_URL": redis_url, "HEADRACE_QUEUE": "q"}
+    assert headrace("submit", first, "--batch", "mine", **env).returncode == 0
+    with Client(redis_url) as client:
+        before = client.batch("mine")
+        refused = headrace("submit", other, "--batch", "mine", **env)
+        assert refused.returncode == 2
+        assert "batch mine was sent from first.jsonl with other lines" in refused.stderr
+        assert "Choose another --batch for other.jsonl" in refused.stderr
+        assert client.batch("mine") == before
+        client.submit("p", batch="bare", queue="q")
+    assert headrace("submit", other, "--batch", "bare", **env).returncode == 0
+
+
 def test_submit_sends_nothing_of_a_file_with_bad_lines_unless_told(
     redis_url: str, tmp_path: Path
 ) -> None:

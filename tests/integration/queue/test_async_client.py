@@ -102,3 +102,54 @@ def test_many_waiters_wait_at_once(redis_url: str) -> None:
 
     asyncio.run(go())
     source.unregister()
+
+
+def test_a_wait_that_is_cancelled_leaves_its_connection_and_the_job_as_they_were(
+    redis_url: str,
+) -> None:
+    """A reply that nobody read any more would be the next call's answer."""
+    source = new_source(redis_url)
+
+    async def go() -> None:
+        async with AsyncClient(redis_url, queue=QUEUE) as client:
+            jobs = await client.submit_many([f"p{i}" for i in range(20)])
+            for turn in range(20):
+                waiting = [asyncio.create_task(job.result(timeout=60)) for job in jobs]
+                await asyncio.sleep(0.002 * turn)
+                for task in waiting:
+                    task.cancel()
+                ended = await asyncio.gather(*waiting, return_exceptions=True)
+                assert all(isinstance(one, asyncio.CancelledError) for one in ended)
+            states = await asyncio.gather(*(job.status() for job in jobs))
+            assert states == [JobState.QUEUED] * 20
+            before = (await client.redis.info("clients"))["connected_clients"]
+            server = asyncio.create_task(serve(source, 20))
+            answers = await asyncio.gather(*(job.result(timeout=30) for job in jobs))
+            assert [answer.job_id for answer in answers] == [job.id for job in jobs]
+            await server
+            assert before <= 25
+
+    asyncio.run(go())
+    source.unregister()
+
+
+def test_sending_that_is_cancelled_half_way_is_whole_when_sent_again_under_the_same_ids(
+    redis_url: str,
+) -> None:
+    ids = [f"job-{i}" for i in range(1000)]
+
+    async def go() -> None:
+        async with AsyncClient(redis_url, queue=QUEUE) as client:
+            sending = asyncio.create_task(
+                client.submit_many([f"p{i}" for i in range(1000)], job_ids=ids, chunk=10)
+            )
+            while not await client.redis.llen(f"rq:queue:{QUEUE}"):
+                await asyncio.sleep(0)
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            assert await client.redis.llen(f"rq:queue:{QUEUE}") < 1000
+            await client.submit_many([f"p{i}" for i in range(1000)], job_ids=ids)
+            assert await client.redis.llen(f"rq:queue:{QUEUE}") == 1000
+
+    asyncio.run(go())

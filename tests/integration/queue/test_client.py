@@ -1,5 +1,6 @@
 """What a producer sees, on a real Redis."""
 
+import os
 import threading
 import time
 
@@ -370,3 +371,39 @@ def test_the_kind_of_a_failed_outcome_is_kept_apart(redis_url: str) -> None:
     counts = client.redis.hgetall(f"rq:x:n:{QUEUE}")
     assert (counts[b"succeeded"], counts[b"failed"], counts[b"expired"]) == (b"1", b"1", b"1")
     source.unregister()
+
+
+def test_a_client_is_shared_by_threads_and_by_the_children_of_its_process(redis_url: str) -> None:
+    """A connection used on both sides of a fork would give one the other's replies."""
+    client = new_client(redis_url)
+    client.submit("before", job_id="before")
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            for index in range(50):
+                client.submit(f"c{index}", job_id=f"child-{index}")
+                if client.status(f"child-{index}") is not JobState.QUEUED:
+                    break
+            else:
+                status = 0
+        finally:
+            os._exit(status)
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        for index in range(50):
+            name = f"thread-{number}-{index}"
+            if client.submit("t", job_id=name).id != name:
+                wrong.append(name)
+            if client.status(name) is not JobState.QUEUED:
+                wrong.append(name)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert wrong == []
+    assert client.redis.llen(f"rq:queue:{QUEUE}") == 1 + 50 + 400

@@ -2,16 +2,22 @@
 
 import asyncio
 import math
+import threading
 from typing import Any
 
+import numpy
+import orjson
 import pytest
 import redis
 from queue_support import QUEUE, balance, finish_all, new_client, new_source
 
+from headrace.engine.errors import RequestError
 from headrace.producer import Client
 from headrace.producer.aio import AsyncClient
-from headrace.producer.errors import InvalidRequest, RedisUnavailable, ResultTimeout
+from headrace.producer.errors import InvalidRequest, QueueFull, RedisUnavailable, ResultTimeout
+from headrace.worker.lease import RedisSource
 from headrace.worker.source import FinishCode, WorkerFacts, WorkerState
+from headrace.worker.wire_request import parse_request
 
 
 @pytest.mark.parametrize("max_tokens", [10**12, 10**14, 2**53, 2**63 - 1])
@@ -68,6 +74,126 @@ def test_one_request_where_many_are_asked_for_is_not_taken_letter_by_letter(
 def test_what_is_no_request_among_many_is_refused_by_name(redis_url: str, item: Any) -> None:
     with new_client(redis_url) as client, pytest.raises(InvalidRequest):
         client.submit_many(["x", item])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", "5"),
+        ("max_tokens", True),
+        ("max_tokens", 5.0),
+        ("temperature", "0.5"),
+        ("temperature", True),
+        ("n", "2"),
+        ("seed", "7"),
+        ("ignore_eos", 1),
+        ("logprobs", "true"),
+        ("stop_token_ids", ["5"]),
+        ("logit_bias", {5: "1"}),
+        ("prompt", ["5"]),
+        ("prompt", [True]),
+    ],
+)
+def test_a_number_written_as_text_is_refused_by_the_client_as_it_is_by_the_worker(
+    redis_url: str, field: str, value: Any
+) -> None:
+    request = {"prompt": "x", field: value}
+    with pytest.raises(RequestError, match=field):
+        parse_request(orjson.dumps(request, option=orjson.OPT_NON_STR_KEYS))
+    with new_client(redis_url) as client:
+        with pytest.raises(InvalidRequest, match=field) as found:
+            client.submit(**request)
+        assert str(found.value.param).split(".")[0] == field
+        assert "list[" not in str(found.value) and "str" not in str(found.value.param)
+        assert client.redis.keys("rq:job:*") == []
+
+
+def test_numbers_and_token_ids_of_numpy_are_taken_for_what_they_are(redis_url: str) -> None:
+    with new_client(redis_url) as client:
+        source = new_source(redis_url)
+        ids = numpy.array([1, 2, 3])
+        client.submit(ids, max_tokens=numpy.int64(5), temperature=numpy.float32(0.5))
+        client.submit(list(ids), stop_token_ids=ids, job_id="second")
+        payloads = {job.job_id: orjson.loads(job.payload) for job in source.claim(2, 0.0)}
+        second = payloads.pop("second")
+        assert second == {"prompt": [1, 2, 3], "stop_token_ids": [1, 2, 3]}
+        assert list(payloads.values()) == [
+            {"prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0.5}
+        ]
+        source.close()
+
+
+def answered(source: RedisSource, count: int) -> None:
+    done = 0
+    while done < count:
+        done += len(finish_all(source, source.claim(8, 1.0)))
+    source.unregister()
+
+
+ONE_BAD = ["a", {"prompt": "b", "max_tokens": "5", "custom_id": "bad"}, "c"]
+
+
+def test_a_request_that_cannot_be_sent_is_its_own_failure_in_map_and_stops_no_other(
+    redis_url: str,
+) -> None:
+    worker = threading.Thread(target=answered, args=(new_source(redis_url), 4))
+    worker.start()
+    with new_client(redis_url, max_payload_bytes=4096) as client:
+        requests = [*ONE_BAD, "x" * 5000, {"prompt": "d", "priority": "high"}, "e"]
+        found = list(client.map(requests, job_ids=list("ABCDEF"), timeout=30, max_tokens=3))
+        assert [result.ok for result in found] == [True, False, True, False, False, True]
+        assert [result.job_id for result in found] == ["A", "", "C", "", "", "F"]
+        assert found[1].custom_id == "bad"
+        codes = [result.failure.code for result in found if result.failure]
+        assert codes == ["invalid_request", "payload_too_large", "invalid_request"]
+        assert [r.failure.param for r in found if r.failure] == ["max_tokens", None, "priority"]
+
+    async def through_asyncio() -> list[bool]:
+        async with AsyncClient(redis_url, queue=QUEUE) as client:
+            return [result.ok async for result in client.map(ONE_BAD[1:2])]
+
+    assert asyncio.run(through_asyncio()) == [False]
+    with new_client(redis_url) as client:
+        list(client.map(["g"], timeout=30))
+    worker.join()
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_tokens": "5"}, {"deadline": math.nan}, {"depth": 3}, {"priority": "urgent"}]
+)
+def test_what_is_wrong_with_all_requests_of_map_is_raised_at_once(
+    redis_url: str, options: dict[str, Any]
+) -> None:
+    with new_client(redis_url) as client, pytest.raises(InvalidRequest, match=next(iter(options))):
+        next(client.map([5, "a"], **options))
+
+
+def test_map_that_finds_the_queue_full_ends_all_that_it_had_sent(redis_url: str) -> None:
+    with new_client(redis_url, max_queue_depth=3) as client:
+        with pytest.raises(QueueFull):
+            list(client.map([f"p{i}" for i in range(8)], window=4))
+        assert balance(client) == 0
+        counts = client.redis.hgetall(f"rq:x:n:{QUEUE}")
+        assert int(counts[b"cancelled"]) == int(counts[b"accepted"]) == 3
+
+
+def test_no_id_is_lost_when_a_later_request_of_the_same_call_cannot_be_sent(
+    redis_url: str,
+) -> None:
+    requests: list[Any] = [f"p{i}" for i in range(7)] + [{"prompt": "x", "top_k": 1.5}]
+
+    async def through_asyncio() -> InvalidRequest:
+        async with AsyncClient(redis_url, queue=QUEUE) as client:
+            with pytest.raises(InvalidRequest) as raised:
+                await client.submit_many(requests, chunk=3)
+            return raised.value
+
+    with new_client(redis_url) as client:
+        with pytest.raises(InvalidRequest, match=r"requests\[7\]: top_k") as raised:
+            client.submit_many(requests, chunk=3)
+        for error in (raised.value, asyncio.run(through_asyncio())):
+            assert error.index == 7 and len(error.accepted) == 6
+            assert [client.status(job_id).value for job_id in error.accepted] == ["queued"] * 6
 
 
 def test_token_ids_are_a_prompt_among_many_too(redis_url: str) -> None:
