@@ -1,11 +1,13 @@
 """`headrace autoscale`: try out how a queue scales, without a cluster."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import inf
 from pathlib import Path
 from typing import Any
 
 import click
+from tqdm import tqdm
 
 from headrace.worker.autoscale import plot as plotting
 from headrace.worker.autoscale.behavior import Behavior
@@ -23,14 +25,15 @@ from headrace.worker.autoscale.controllers import (
     recommended_behavior,
 )
 from headrace.worker.autoscale.fleet import Machine
-from headrace.worker.autoscale.hpa import HpaSpec
+from headrace.worker.autoscale.hpa import SYNC_PERIOD_S, HpaSpec
 from headrace.worker.autoscale.keda import Fallback, FallbackBehavior, ScaledObject
 from headrace.worker.autoscale.outcome import Scenario
 from headrace.worker.autoscale.policy import ScalingPolicy
 from headrace.worker.autoscale.report import table, to_json
 from headrace.worker.autoscale.service import ServiceRate
 from headrace.worker.autoscale.shapes import SHAPES, Load, make
-from headrace.worker.autoscale.trace import Trace, read_bulk_file, read_trace
+from headrace.worker.autoscale.trace import MOST_JOBS, Trace, read_bulk_file, read_trace
+from headrace.worker.options import FiniteType
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -72,9 +75,11 @@ def outage(value: Any) -> tuple[float, float]:
     return duration(start), duration(length)
 
 
-_SHARE = click.FloatRange(0.0, 1.0)
-_POSITIVE = click.FloatRange(0.0, min_open=True)
-_NUMBER = click.FloatRange(0.0)
+_SHARE = FiniteType(0.0, 1.0)
+_POSITIVE = FiniteType(0.0, above=True)
+_NUMBER = FiniteType(0.0)
+_MOST_REPLICAS = 10_000
+_MOST_TURNS = 10_000_000
 
 
 @click.group(context_settings={"auto_envvar_prefix": "HEADRACE_AUTOSCALE"})
@@ -94,6 +99,7 @@ def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 _option = click.option
 
 _path = click.Path(path_type=Path)
+_REPLICAS = click.IntRange(1, _MOST_REPLICAS)
 _trace_options = _options(
     _option(
         "--trace",
@@ -102,7 +108,7 @@ _trace_options = _options(
     ),
     _option("--bulk-file", type=_path, help="A file of batch requests, submitted at 0."),
     _option("--shape", type=click.Choice(list(SHAPES)), default="daily", help="Made-up arrivals."),
-    _option("--jobs", type=click.IntRange(1), default=100_000, help="Of a shape."),
+    _option("--jobs", type=click.IntRange(1, MOST_JOBS), default=100_000, help="Of a shape."),
     _option("--duration", type=duration, default="24h", help="Of a shape."),
     _option("--prompt-tokens", type=_POSITIVE, default=1500, help="Of a shape's mean job."),
     _option("--output-tokens", type=_POSITIVE, default=500, help="Of a shape's mean job."),
@@ -135,7 +141,7 @@ _scaling_options = _options(
     _option("--target", "targets", type=target, multiple=True, help="As in outstanding=50."),
     _option(
         "--search",
-        type=click.IntRange(0),
+        type=click.IntRange(0, 20),
         default=3,
         help="While no policy holds the goals, halve all targets, so many times at most.",
     ),
@@ -147,7 +153,7 @@ _scaling_options = _options(
     ),
     _option("--allow-missed", type=_NUMBER, default=0.1, help="Percent of deadlines."),
     _option("--min-replicas", type=click.IntRange(0), default=0, help="Kept even when idle."),
-    _option("--max-replicas", type=click.IntRange(1), default=20, help="Never exceeded."),
+    _option("--max-replicas", type=_REPLICAS, default=20, help="Never exceeded."),
     _option("--initial-replicas", type=click.IntRange(0), default=0, help="Ordered at 0."),
     _option(
         "--behavior",
@@ -241,6 +247,7 @@ def simulate_command(**options: Any) -> None:
             lambda policy: _controller(options, scenario, policy),
             Goals(scenario.acceptable_wait_s, options["allow_missed"]),
             search=0 if options["targets"] else options["search"],
+            watched=_shown,
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from error
@@ -260,6 +267,16 @@ def simulate_command(**options: Any) -> None:
         except OSError as error:
             raise click.ClickException(f"cannot write {options['plot']}: {error}") from error
         click.echo(f"plot: {options['plot']}", err=True)
+
+
+@contextmanager
+def _shown(scenario: Scenario, policy: ScalingPolicy) -> Iterator[Callable[[float], object]]:
+    """On a terminal, how far a simulation is that takes more than a moment."""
+    days = scenario.trace.end_s / 86400.0
+    with tqdm(
+        total=round(days, 2), desc=policy.name, unit="day", delay=2.0, disable=None, leave=False
+    ) as bar:
+        yield lambda now: bar.update(min(now / 86400.0, days) - bar.n)
 
 
 def _trace(o: dict[str, Any]) -> Trace:
@@ -307,11 +324,24 @@ def _scenario(o: dict[str, Any]) -> Scenario:
         raise ValueError(
             f"--min-replicas {o['min_replicas']} is above --max-replicas {o['max_replicas']}"
         )
+    if o["initial_replicas"] > o["max_replicas"]:
+        raise ValueError(
+            f"--initial-replicas {o['initial_replicas']} is above --max-replicas"
+            f" {o['max_replicas']}"
+        )
     trace = _trace(o)
     run_on = o["run_on"]
     if run_on is None:
         patience = [d - a for a, d in zip(trace.arrival, trace.deadline, strict=True) if d != inf]
         run_on = max(21600.0, 2.0 * o["acceptable_wait"], 2.0 * max(patience, default=0.0))
+    periods = (o["scrape"], o["polling"], SYNC_PERIOD_S)
+    turns = (trace.end_s + run_on) * sum(1.0 / period for period in periods)
+    if turns > _MOST_TURNS:
+        raise ValueError(
+            f"{(trace.end_s + run_on) / 86400.0:.3g} days with the exporter read every"
+            f" {o['scrape']:g} s are {turns:.2g} turns to simulate; at most {_MOST_TURNS:,} are."
+            " Give a shorter --duration or --run-on, or a longer --scrape and --polling"
+        )
     return Scenario(
         trace,
         machine,

@@ -3,6 +3,7 @@
 import math
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from headrace.worker.autoscale.controllers import Controller
@@ -18,6 +19,9 @@ from headrace.worker.autoscale.policy import (
 )
 from headrace.worker.autoscale.simulate import simulate
 
+Watched = Callable[
+    [Scenario, ScalingPolicy], AbstractContextManager[Callable[[float], object] | None]
+]
 POLICIES = ("pending", "outstanding", "tokens", "deadline")
 
 
@@ -127,17 +131,22 @@ def compare(
     goals: Goals,
     *,
     search: int = 0,
+    watched: Watched | None = None,
 ) -> Comparison:
     """Run every policy with a fresh controller, on the same jobs and the same machines' luck.
 
     While none holds the goals, all are run again with half the target, `search` times at most.
+    `watched` is entered around each run and told the simulated time at every scrape.
     """
+
+    def run(policy: ScalingPolicy) -> Result:
+        with watched(scenario, policy) if watched else nullcontext() as tell:
+            outcome = simulate(scenario, policy, controller(policy), tell)
+        return _result(outcome, scenario, goals)
+
     results: list[Result] = []
     for _ in range(search + 1):
-        results += (
-            _result(simulate(scenario, policy, controller(policy)), scenario, goals)
-            for policy in policies
-        )
+        results += map(run, policies)
         if any(result.advisable for result in results):
             break
         policies = [make_policy(policy.name, policy.target / 2.0, scenario) for policy in policies]

@@ -150,6 +150,8 @@ class Fleet:
         return random.Random(f"{self._seed}:{what}:{number}")
 
     def _next_is_spot(self) -> bool:
+        if not self.machine.spot_share:
+            return False
         counted = self.counted()
         spot = sum(w.spot for w in counted)
         if len(counted) - spot < self.machine.on_demand_base:

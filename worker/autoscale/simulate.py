@@ -39,7 +39,14 @@ class _Kind(IntEnum):
 class Simulation:
     """One run of one policy; it is itself the QueueView that the policy measures."""
 
-    def __init__(self, scenario: Scenario, policy: ScalingPolicy, controller: Controller) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        policy: ScalingPolicy,
+        controller: Controller,
+        tell: Callable[[float], object] | None = None,
+    ) -> None:
+        self._tell = tell
         jobs = len(scenario.trace)
         self._scenario, self._policy = scenario, policy
         self._loops = tuple(controller.loops())
@@ -251,6 +258,8 @@ class Simulation:
 
     def _scrape(self, subject: None, version: int) -> None:
         self._read()
+        if self._tell is not None:
+            self._tell(self._now)
         backlog, fleet = self._backlog, self._fleet
         counted = len(fleet.counted())
         self._out.replica_s += counted * self._scenario.scrape_s
@@ -296,6 +305,12 @@ class Simulation:
         return out
 
 
-def simulate(scenario: Scenario, policy: ScalingPolicy, controller: Controller) -> Outcome:
-    """One run. The controller must be fresh: it remembers what it did."""
-    return Simulation(scenario, policy, controller).run()
+def simulate(
+    scenario: Scenario,
+    policy: ScalingPolicy,
+    controller: Controller,
+    tell: Callable[[float], object] | None = None,
+) -> Outcome:
+    """One run. The controller must be fresh: it remembers what it did. `tell` hears the simulated
+    time at every scrape."""
+    return Simulation(scenario, policy, controller, tell).run()

@@ -17,6 +17,7 @@ import orjson
 
 # English text under common tokenizers; only for requests whose tokens nobody counted.
 BYTES_PER_TOKEN = 4.0
+MOST_JOBS = 10_000_000
 
 
 class TraceError(ValueError):
@@ -99,7 +100,10 @@ def read_trace(path: Path) -> Trace:
             where.count("output_tokens", minimum=1),
             where.seconds("deadline_s"),
         )
-        jobs += [job] * where.count("count", minimum=1, default=1)
+        count = where.count("count", minimum=1, default=1)
+        if len(jobs) + count > MOST_JOBS:
+            raise TraceError(str(path), line, f"more than {MOST_JOBS:,} jobs in all")
+        jobs += [job] * count
     if not jobs:
         raise TraceError(str(path), None, "no job in it")
     if absolute:

@@ -116,12 +116,36 @@ def test_a_bad_trace_is_named_with_its_line(tmp_path: Path) -> None:
         (["--trace", "gone.csv"], "cannot read gone.csv: No such file"),
         (["--trace", "a.csv", "--bulk-file", "b.jsonl"], "give one of them"),
         (["--jobs", "5", "--prompt-tokens", "1e300"], "is too large"),
+        (["--jobs", "5", "--initial-replicas", "5000"], "5000 is above --max-replicas 20"),
+        (["--jobs", "5", "--duration", "1e9d"], "a shorter --duration or --run-on"),
+        (["--jobs", "5", "--run-on", "1e9d"], "a shorter --duration or --run-on"),
+        (["--jobs", "5", "--polling", "1e-6s"], "a longer --scrape and --polling"),
+        (["--jobs", "1000000000000"], "1<=x<=10000000"),
+        (["--jobs", "5", "--search", "100000"], "0<=x<=20"),
+        (["--jobs", "5", "--max-replicas", "10000000000"], "1<=x<=10000"),
+        (["--decode-rate", "inf"], "'--decode-rate'"),
+        (["--decode-rate", "nan"], "'--decode-rate'"),
+        (["--prefill-rate", "-1"], "'--prefill-rate'"),
+        (["--stream-rate", "0"], "'--stream-rate'"),
+        (["--prompt-tokens", "inf"], "'--prompt-tokens'"),
+        (["--spread", "nan"], "'--spread'"),
+        (["--spot-interruptions", "inf"], "'--spot-interruptions'"),
+        (["--spot-share", "nan"], "'--spot-share'"),
+        (["--on-demand-price", "inf"], "'--on-demand-price'"),
     ],
 )
 def test_what_is_wrong_is_said_and_exits_2(arguments: list[str], problem: str) -> None:
     result = run("simulate", *arguments)
     assert result.exit_code == 2
     assert problem in result.output
+
+
+def test_a_trace_of_more_jobs_than_fit_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "day.csv"
+    path.write_text("arrival,prompt_tokens,output_tokens,count\n0,1,1,5\n1,1,1,1000000000000\n")
+    result = run("simulate", "--trace", str(path))
+    assert result.exit_code == 2
+    assert f"{path}:3: more than 10,000,000 jobs" in result.output
 
 
 def test_a_plot_is_a_png(tmp_path: Path) -> None:
