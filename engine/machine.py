@@ -18,7 +18,7 @@ def choose_device(name: str) -> torch.device:
     """auto (a CUDA device if there is one), cpu, cuda or cuda:N. Raises EngineError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+    if not re.fullmatch(r"cpu|cuda(:\d{1,3})?", name):
         raise EngineError(f"device {name!r} is not supported (auto, cpu, cuda, cuda:N)")
     device = torch.device(name)
     if device.type == "cuda":

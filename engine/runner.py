@@ -247,6 +247,8 @@ def build_runner(config: EngineConfig, checkpoint: Checkpoint) -> ModelRunner:
     else:
         dtype = choose_dtype(config.dtype, model.dtype)
     max_model_len = config.max_model_len or model.max_position_embeddings
+    if max_model_len < 2:
+        raise EngineError("max_model_len 1 has no room for a prompt and an answer; give 2 or more")
     if max_model_len > _longest(model):
         raise EngineError(
             f"max_model_len {max_model_len} is beyond the {_longest(model)} positions that the"

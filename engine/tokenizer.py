@@ -15,6 +15,7 @@ import tokenizers
 from headrace.engine.chat_template import ChatTemplate
 from headrace.engine.errors import CheckpointError, RequestError
 from headrace.engine.loading import gguf_tokenizer
+from headrace.engine.loading.damage import blamed_on
 from headrace.engine.loading.gguf_file import read_gguf
 from headrace.engine.token_bytes import TokenBytes
 
@@ -127,7 +128,8 @@ class Tokenizer:
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a Hugging Face folder or a GGUF file. Raises CheckpointError."""
-    return Tokenizer(_read_folder(path) if path.is_dir() else _read_gguf(path))
+    with blamed_on(path):
+        return Tokenizer(_read_folder(path) if path.is_dir() else _read_gguf(path))
 
 
 def _read_gguf(path: Path) -> TokenizerParts:

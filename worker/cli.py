@@ -48,15 +48,21 @@ _LOOP = LoopSettings()
     type=options.PortType(),
     help=f"Port of /metrics, /healthz, /readyz; default {DEFAULT_PORT} or a free one; 0: free.",
 )
-@option("--max-num-seqs", env="MAX_NUM_SEQS", type=click.IntRange(1), default=_ENGINE.max_num_seqs)
+@option(
+    "--max-num-seqs",
+    env="MAX_NUM_SEQS",
+    type=click.IntRange(1, 2**16),
+    default=_ENGINE.max_num_seqs,
+    help="Sequences computed at once.",
+)
 @option(
     "--max-num-batched-tokens",
     env="MAX_NUM_BATCHED_TOKENS",
-    type=click.IntRange(1),
+    type=click.IntRange(1, 2**20),
     default=_ENGINE.max_num_batched_tokens,
     help="Tokens computed in one step.",
 )
-@option("--max-model-len", env="MAX_MODEL_LEN", type=click.IntRange(1), help="Prompt and answer.")
+@option("--max-model-len", env="MAX_MODEL_LEN", type=click.IntRange(2), help="Prompt and answer.")
 @option(
     "--kv-cache-memory",
     env="KV_CACHE_MEMORY",
@@ -66,7 +72,7 @@ _LOOP = LoopSettings()
 @option(
     "--gpu-memory-utilization",
     env="GPU_MEMORY_UTILIZATION",
-    type=click.FloatRange(0.05, 1.0),
+    type=options.FiniteType(0.05, 1.0),
     default=_ENGINE.gpu_memory_utilization,
     help="Share of a GPU's memory for weights, steps and KV pool; on a CPU share of the free memory"
     " for the KV pool.",
@@ -96,7 +102,13 @@ _LOOP = LoopSettings()
     help="Keys and values: floats, or 8 bits with a scale for each token and head; auto: int8 on a"
     " CPU with --quantization int8-dynamic, else floats.",
 )
-@option("--block-size", env="BLOCK_SIZE", type=click.IntRange(1), default=_ENGINE.block_size)
+@option(
+    "--block-size",
+    env="BLOCK_SIZE",
+    type=click.IntRange(1, 2**16),
+    default=_ENGINE.block_size,
+    help="Tokens of a block of the KV pool; the compiled kernels want a multiple of 16.",
+)
 @option(
     "--prefix-caching/--no-prefix-caching", env="PREFIX_CACHING", default=True, help="Prefix cache."
 )
@@ -114,7 +126,7 @@ _LOOP = LoopSettings()
     default=_ENGINE.prefill_attention,
     help="Whose kernel attends long prompts on a GPU, ours or torch's; auto: measured at start.",
 )
-@option("--num-threads", env="NUM_THREADS", type=click.IntRange(1), help="CPU threads.")
+@option("--num-threads", env="NUM_THREADS", type=click.IntRange(1, 1024), help="CPU threads.")
 @option(
     "--look-ahead",
     env="LOOK_AHEAD",
@@ -148,7 +160,7 @@ _LOOP = LoopSettings()
     default=600.0,
     help="Seconds after which a step is a hang and its leases lapse.",
 )
-@option("--lease-seconds", env="LEASE_SECONDS", type=options.FiniteType(1), default=60.0)
+@option("--lease-seconds", env="LEASE_SECONDS", type=options.FiniteType(1, 86400), default=60.0)
 @option("--max-attempts", env="MAX_ATTEMPTS", type=click.IntRange(1), default=3)
 @option("--max-crashes", env="MAX_CRASHES", type=click.IntRange(1), default=3)
 @option(

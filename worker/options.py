@@ -28,13 +28,13 @@ class PortType(click.ParamType[int]):
 
 
 class FiniteType(click.FloatRange):
-    """A number from `low` on. "nan" passes click's own comparison; "inf" would be a lease that
-    never ends."""
+    """A number from `low` on, or above it, up to `high`. "nan" passes click's own comparison; "inf"
+    would be a lease that never ends."""
 
     name = "number"
 
-    def __init__(self, low: float) -> None:
-        super().__init__(low)
+    def __init__(self, low: float, high: float | None = None, *, above: bool = False) -> None:
+        super().__init__(low, high, min_open=above)
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -43,6 +43,9 @@ class FiniteType(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value!r} is no such number", param, ctx)
         return number
+
+
+_MOST_BYTES = 1 << 50
 
 
 class BytesType(click.ParamType[int]):
@@ -59,8 +62,8 @@ class BytesType(click.ParamType[int]):
             number = float(text[:-1] if scale > 1 else text)
         except ValueError:
             self.fail(f"{value!r} is no size; write 500M or 2G", param, ctx)
-        if not 0 < number < math.inf:
-            self.fail(f"{value!r} must be a number above 0", param, ctx)
+        if not 0 < number * scale <= _MOST_BYTES:
+            self.fail(f"{value!r} must be a number above 0 that memory can have", param, ctx)
         return int(number * scale)
 
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 from headrace.engine.errors import CheckpointError, EngineError
+from headrace.engine.faults import is_out_of_memory
 from headrace.worker import tracing
 from headrace.worker.coldstart import ColdStart
 from headrace.worker.config import DEFAULT_PORT, WorkerConfig
@@ -142,15 +143,18 @@ class WorkerProcess:
             "/healthz": check_route(self._sick),
             "/readyz": check_route(self._unready),
         }
-        wanted = DEFAULT_PORT if config.port is None else config.port
-        try:
-            server = HttpServer(config.host, wanted, routes)
-        except OSError as error:
-            if config.port is not None:
-                raise StartFailed(
-                    EXIT_PORT, f"cannot listen on {config.host}:{wanted}: {error}; choose --port"
-                ) from error
-            server = HttpServer(config.host, 0, routes)
+        ports = (DEFAULT_PORT, 0) if config.port is None else (config.port,)
+        for port in ports:
+            try:
+                server = HttpServer(config.host, port, routes)
+                break
+            except (OSError, ValueError) as error:
+                if port == ports[-1]:
+                    raise StartFailed(
+                        EXIT_PORT,
+                        f"cannot listen on {config.host}:{port}: {error};"
+                        " choose another --port or --host",
+                    ) from error
         server.start()
         log.info("metrics and health on http://%s:%d", *server.address)
         return server
@@ -259,6 +263,13 @@ class WorkerProcess:
         if isinstance(failure, EngineBroken):
             log.error("the engine is broken: %s", failure, exc_info=failure)
             return EXIT_BROKEN
+        if self._loop is None and is_out_of_memory(failure):
+            log.error(
+                "memory is too short to load the model (%s); give a smaller --kv-cache-memory,"
+                " --max-num-seqs or --max-num-batched-tokens, or a machine with more",
+                failure,
+            )
+            return EXIT_MODEL
         log.error("the worker failed", exc_info=failure)
         return EXIT_BROKEN
 

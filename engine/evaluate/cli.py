@@ -2,6 +2,7 @@
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,10 @@ _KV = click.Choice(["auto", "float", "int8", "fp8"])
     help="Folder for verify.json and verify.md.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of Markdown.")
-@click.option("--max-num-seqs", type=click.IntRange(1), default=32, show_default=True)
+@click.option("--max-num-seqs", type=click.IntRange(1, 2**16), default=32, show_default=True)
 @click.option("--max-model-len", type=click.IntRange(2), help="Prompt and answer.")
 @click.option("--kv-cache-memory", metavar="SIZE", help="KV pool of each model: 2G, 500M.")
-@click.option("--num-threads", type=click.IntRange(1), help="CPU threads.")
+@click.option("--num-threads", type=click.IntRange(1, 1024), help="CPU threads.")
 @click.pass_context
 def verify(ctx: click.Context, /, model: str, **chosen: Any) -> None:
     """Put the same questions to MODEL and to the one it replaces, and say what was lost.
@@ -259,8 +260,11 @@ class _Bar:
 def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Found out before the questions, not after them.
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
-        raise EvaluateError(f"--out {folder} cannot be made: {error.strerror}") from error
+        raise EvaluateError(f"--out {folder} cannot be written to: {error.strerror}") from error
 
 
 def _write(path: Path, content: str) -> None:

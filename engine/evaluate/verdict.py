@@ -1,8 +1,10 @@
 """Whether a candidate holds: each limit, what was found, and whether it is kept."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 from headrace.engine.evaluate.compare import Comparison
+from headrace.engine.evaluate.errors import EvaluateError
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,13 @@ class Limits:
     perplexity: float | None = 0.10
     kl: float | None = None
     agreement: float | None = None
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            limit = getattr(self, one.name)
+            if isinstance(limit, float) and math.isnan(limit):
+                # Nothing is worse than it: every candidate would hold.
+                raise EvaluateError(f"the limit {one.name} is {limit}, which is no number")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import EngineError
+from headrace.engine.faults import is_out_of_memory
 from headrace.engine.layers.backend import Backend, LayerKV
 from headrace.engine.models.config import ModelConfig
 from headrace.engine.quant.kv import SCALE_BYTES, is_quantized, kv_dtype
@@ -68,7 +69,15 @@ def allocate(
             f"{budget} bytes hold no KV cache: a block of {config.block_size} tokens takes"
             f" {per_block} bytes and two are needed; raise kv_cache_memory_bytes"
         )
-    layers = backend.allocate_kv(model, num_blocks + 1, config.block_size, dtype)
+    try:
+        layers = backend.allocate_kv(model, num_blocks + 1, config.block_size, dtype)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise EngineError(
+            f"{budget / 2**30:,.1f} GiB for the KV cache cannot be had; lower kv_cache_memory_bytes"
+            f" ({type(error).__name__}: {str(error).splitlines()[0][:160]})"
+        ) from error
     return KVCache(layers, num_blocks, config.block_size, per_block)
 
 

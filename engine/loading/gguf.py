@@ -4,6 +4,7 @@ Tensors come under Transformers' names and in Transformers' order: the converter
 and k rows in the llama architecture is undone here.
 """
 
+import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -243,7 +244,9 @@ def _num_bytes(file: GGUFFile, tensor: GGUFTensor) -> int:
     from gguf import GGML_QUANT_SIZES
 
     block, size = GGML_QUANT_SIZES[_type_of(file, tensor)]
-    elements = int(np.prod(tensor.shape, dtype=np.int64))
+    elements = math.prod(tensor.shape)
+    if not elements:
+        raise CheckpointError(f"{file.path.name}: damaged ({tensor.name} is empty)")
     if tensor.shape[-1] % block:
         raise CheckpointError(
             f"{file.path.name}: damaged (rows of {tensor.name} are no multiple of {block})"

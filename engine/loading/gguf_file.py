@@ -147,11 +147,13 @@ def _parse(reader: _Reader, path: Path, size: int) -> GGUFFile:
     for _ in range(num_tensors):
         name = reader.text()
         dimensions = reader.scalar("I")
-        if dimensions > _MAX_DIMENSIONS:
+        if not 1 <= dimensions <= _MAX_DIMENSIONS:
             raise CheckpointError(f"{path}: damaged (tensor {name} has {dimensions} dimensions)")
         shape = tuple(reader.scalar("Q") for _ in range(dimensions))[::-1]
         infos.append((name, shape, reader.scalar("I"), reader.scalar("Q")))
-    alignment = int(metadata.get("general.alignment", 32))
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise CheckpointError(f"{path}: damaged (general.alignment is {alignment!r})")
     start = math.ceil(reader.position / alignment) * alignment
     tensors = {
         name: GGUFTensor(name, shape, type_id, start + offset)

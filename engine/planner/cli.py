@@ -1,6 +1,7 @@
 """`headrace plan`: what fits on which card, how long the job takes and what it costs."""
 
 import json
+import math
 from pathlib import Path
 
 import click
@@ -95,9 +96,9 @@ def _print_known(context: click.Context, _: click.Parameter, wanted: bool) -> No
     "--kv-dtype", default="16-bit", show_default=True, metavar="|".join(dict.fromkeys(KV_TYPES))
 )
 @click.option("--tensor-parallel", type=click.IntRange(min=1), help="Force a split over N cards.")
-@click.option("--max-num-seqs", type=click.IntRange(min=1), default=256, show_default=True)
+@click.option("--max-num-seqs", type=click.IntRange(1, 2**16), default=256, show_default=True)
 @click.option(
-    "--max-num-batched-tokens", type=click.IntRange(min=1), default=2048, show_default=True
+    "--max-num-batched-tokens", type=click.IntRange(1, 2**20), default=2048, show_default=True
 )
 @click.option(
     "--gpu-memory-utilization",
@@ -157,6 +158,12 @@ def plan(
     Several are compared. Exit code 1: nothing fits or no card meets the deadline; 2: bad input.
     """
     try:
+        for flag, number in (
+            ("--interruptions", interruptions),
+            ("--gpu-memory-utilization", gpu_memory_utilization),
+        ):
+            if not math.isfinite(number):
+                raise PlanError(f"{flag} {number} is no such number")
         cards = _cards(gpu)
         options = Options(
             job=Job(

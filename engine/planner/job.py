@@ -11,6 +11,7 @@ from headrace.engine.planner.errors import PlanError
 from headrace.engine.planner.memory import Settings
 from headrace.engine.planner.roofline import Efficiency, Roofline
 
+_MOST = 10**12
 _LOAD_BYTES_PER_SECOND = 1e9
 _PROCESS_START = 20.0
 _SPOT_REPLACEMENT = 180.0
@@ -36,8 +37,10 @@ class Job:
 
     def __post_init__(self) -> None:
         for name in ("requests", "prompt", "output"):
-            if getattr(self, name) < 1:
-                raise PlanError(f"{name} must be at least 1, not {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= _MOST:
+                raise PlanError(
+                    f"{name} must be at least 1 and at most {_MOST:,}, not {getattr(self, name)}"
+                )
         if not 0 <= self.shared_prefix <= self.prompt:
             raise PlanError(
                 f"the shared prefix of {self.shared_prefix} tokens is longer than the prompt "
@@ -45,8 +48,10 @@ class Job:
                 if self.shared_prefix > 0
                 else f"the shared prefix must not be negative, not {self.shared_prefix}"
             )
-        if self.concurrency is not None and self.concurrency < 1:
-            raise PlanError(f"concurrency must be at least 1, not {self.concurrency}")
+        if self.concurrency is not None and not 1 <= self.concurrency <= _MOST:
+            raise PlanError(
+                f"concurrency must be at least 1 and at most {_MOST:,}, not {self.concurrency}"
+            )
         if self.deadline is not None and self.deadline <= 0:
             raise PlanError(f"the deadline must be positive, not {self.deadline} s")
 

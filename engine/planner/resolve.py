@@ -54,10 +54,14 @@ class Model:
 
 def resolve(text: str) -> Model:
     """Raises PlanError saying what is wrong with the file, or that the name is unknown."""
-    path = Path(text).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(text).expanduser()
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:
+        raise PlanError(f"{text[:80]}: {error}"[:200]) from error
+    if is_folder:
         return _from_folder(path)
-    if path.is_file():
+    if is_file:
         return _from_gguf(path) if path.suffix == ".gguf" else _from_config(path)
     if path.suffix in (".gguf", ".json"):
         raise PlanError(f"{text} does not exist")

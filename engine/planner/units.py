@@ -5,6 +5,8 @@ import re
 from headrace.engine.planner.errors import PlanError
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|sec|m|min|h|d|)", re.IGNORECASE)
+_LONGEST = 100_000 * 86400.0
+_MOST_BYTES = 2.0**60
 _SECONDS = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 
@@ -14,7 +16,10 @@ def parse_duration(text: str) -> float:
     parts = _DURATION.findall(compact)
     if not compact or "".join(n + unit for n, unit in parts) != compact:
         raise PlanError(f"{text!r} is no duration; write it as 90s, 15m, 2h or 1h30m")
-    return sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    seconds = sum(float(number) * _SECONDS[unit] for number, unit in parts)
+    if seconds > _LONGEST:
+        raise PlanError(f"{text[:40]!r} is longer than any job: at most 100000d")
+    return seconds
 
 
 def duration(seconds: float | None) -> str:
@@ -49,4 +54,7 @@ def parse_size(text: str) -> int:
     if match is None:
         raise PlanError(f"{text!r} is no size; write it as 8GiB, 512M or a number of bytes")
     decimal = match[2] and not match[3] and text.strip().lower().endswith("b")
-    return int(float(match[1]) * (1000 if decimal else 1024) ** _POWERS[match[2].lower()])
+    size = float(match[1]) * (1000 if decimal else 1024) ** _POWERS[match[2].lower()]
+    if not 1 <= size <= _MOST_BYTES:
+        raise PlanError(f"{text[:40]!r} is no size that memory can have")
+    return int(size)

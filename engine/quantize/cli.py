@@ -100,7 +100,7 @@ class _Refusal(click.ClickException):
     help="Folder to write; default: the model's name and what was made, here.",
 )
 @click.option("--restart", is_flag=True, help="Forget what an interrupted run has finished.")
-@click.option("--threads", type=click.IntRange(min=1), help="Default: the CPUs at hand.")
+@click.option("--threads", type=click.IntRange(1, 1024), help="Default: the CPUs at hand.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def quantize(
     model: str,

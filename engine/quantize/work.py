@@ -45,6 +45,8 @@ class StoredLayer:
 
 class WorkFolder:
     def __init__(self, output: Path) -> None:
+        if output.name in ("", ".."):
+            raise EngineError(f"-o {output} is no name for a new folder; give one")
         self.output = output
         self.path = output.with_name(output.name + ".work")
 

@@ -1,6 +1,7 @@
 """GGUF: every type's values against the gguf package, the permutation of q and k, Llama 3's rope
 factors, and what is refused."""
 
+import struct
 from pathlib import Path
 
 import gguf
@@ -14,7 +15,9 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.errors import CheckpointError
 from headrace.engine.loading.gguf import SUPPORTED_TYPES, dequantized, open_gguf, unpermute
 from headrace.engine.loading.gguf_file import read_gguf
+from headrace.engine.loading.source import open_checkpoint
 from headrace.engine.runner import load_runner
+from headrace.engine.tokenizer import load_tokenizer
 
 POOL = 1 << 22
 
@@ -89,6 +92,62 @@ def test_a_truncated_file_is_refused_wherever_it_is_cut(tmp_path: Path) -> None:
         cut.write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match=r"truncated|not a GGUF file"):
             open_gguf(cut)
+
+
+def test_any_one_byte_of_the_header_that_is_damaged_is_refused_or_harmless(tmp_path: Path) -> None:
+    """Counts, lengths, types, dimensions: 255 in each byte of the first two kilobytes."""
+    whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
+    path = tmp_path / "damaged.gguf"
+    refused = 0
+    for position in range(0, 2000, 5):
+        path.write_bytes(whole[:position] + b"\xff" + whole[position + 1 :])
+        try:
+            open_gguf_checked(path)
+        except CheckpointError as error:
+            assert str(error)
+            refused += 1
+    assert refused > 50
+
+
+def open_gguf_checked(path: Path) -> None:
+    open_checkpoint(path)
+    load_tokenizer(path)
+
+
+INTEGER, FLOAT = 4, 6
+
+
+@pytest.mark.parametrize(
+    ("key", "kind", "message"),
+    [
+        ("llama.attention.head_count", INTEGER, "num_attention_heads is 0"),
+        ("llama.attention.head_count_kv", FLOAT, "num_key_value_heads is 0.0"),
+        ("llama.embedding_length", FLOAT, "hidden_size is 0.0"),
+        ("llama.block_count", INTEGER, "num_hidden_layers is 0"),
+        ("general.alignment", INTEGER, r"general\.alignment is 0"),
+        ("general.alignment", FLOAT, r"general\.alignment is 0\.0"),
+    ],
+)
+def test_a_number_that_cannot_be_one_is_refused_by_its_key(
+    key: str, kind: int, message: str, tmp_path: Path
+) -> None:
+    """The value of `key` is written over with a zero of that type."""
+    path = write_gguf(tmp_path / "model.gguf", metadata={"general.alignment": 32})
+    content = path.read_bytes()
+    place = key.encode() + struct.pack("<I", INTEGER)
+    at = content.index(place) + len(key)
+    path.write_bytes(content[:at] + struct.pack("<II", kind, 0) + content[at + 8 :])
+    with pytest.raises(CheckpointError, match=message):
+        open_gguf_checked(path)
+
+
+def test_arrays_nested_without_end_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep.gguf"
+    key = struct.pack("<Q", 1) + b"a"
+    nested = struct.pack("<IQ", 9, 1) * 50_000
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + struct.pack("<I", 9) + nested)
+    with pytest.raises(CheckpointError, match=r"deep\.gguf"):
+        open_checkpoint(path)
 
 
 @pytest.mark.parametrize(

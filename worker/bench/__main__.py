@@ -6,6 +6,7 @@ the other modes are a flag each. Every mode prints Markdown and writes JSON to -
 
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import click
 
 from headrace.engine.engine import Engine
+from headrace.engine.errors import EngineError
 from headrace.engine.planner.calibration import Point
 from headrace.worker.bench import (
     ablate,
@@ -34,10 +36,25 @@ from headrace.worker.bench.compare import table
 from headrace.worker.bench.machine import describe_cpu
 from headrace.worker.bench.peers.install import PEERS
 from headrace.worker.bench.subject import Subject, fast_dtype, load_subject
-from headrace.worker.options import BytesType
+from headrace.worker.options import BytesType, FiniteType
 
 
-@click.command("bench", context_settings={"auto_envvar_prefix": "HEADRACE_BENCH"})
+class _Bench(click.Command):
+    """What the engine refuses, a model or a setting, is one line."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except EngineError as error:
+            click.echo(f"Error: {error}", err=True)
+            ctx.exit(2)
+        except subprocess.CalledProcessError as error:
+            command = " ".join(map(str, error.cmd))
+            click.echo(f"Error: {command} ended with status {error.returncode}", err=True)
+            ctx.exit(1)
+
+
+@click.command("bench", cls=_Bench, context_settings={"auto_envvar_prefix": "HEADRACE_BENCH"})
 @click.option("--model", default="smollm2-135m-instruct", show_default=True)
 @click.option(
     "--prompts",
@@ -57,7 +74,7 @@ from headrace.worker.options import BytesType
     "--dtype", "dtypes", multiple=True, help="May be repeated; default: this machine's fast one."
 )
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1))
-@click.option("--threads", type=click.IntRange(1), help="Default: this process's CPU quota.")
+@click.option("--threads", type=click.IntRange(1, 1024), help="Default: this process's CPU quota.")
 @click.option(
     "--out", default=report.OUT, show_default=True, type=click.Path(path_type=Path, file_okay=False)
 )
@@ -106,9 +123,9 @@ from headrace.worker.options import BytesType
     help="--profile: so many requests, all of them at a time; default: 64.",
 )
 @click.option(
-    "--temperature", type=click.FloatRange(0), help="--profile: sample; default: 0, greedy."
+    "--temperature", type=FiniteType(0, 100), help="--profile: sample; default: 0, greedy."
 )
-@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="--profile: nucleus.")
+@click.option("--top-p", type=FiniteType(0, 1, above=True), help="--profile: nucleus.")
 @click.option("--top-k", type=click.IntRange(1), help="--profile: among the k likeliest.")
 @click.option("--cold-start", "mode", flag_value="cold-start", help="A worker's start, by phase.")
 @click.option(
@@ -164,12 +181,14 @@ def main(
     ignored).
     """
     if mode == "load":
+        _check_kept(out)
         name = names[0] if names else "shared"
         ctx.exit(_load(model, prompts, name, dtypes, threads, limit, out, of_load))
     if mode == "exporter":
         exporter.main(["--out", str(out / "exporter.json")])
         return
     if mode == "cold-start":
+        _check_kept(out)
         arguments = [*(("--num-threads", str(threads)) if threads else ()), *_how(dtypes)]
         started = cold_start.run(model, arguments, repeats)
         report.write(out / "cold_start.json", started)
@@ -181,6 +200,7 @@ def main(
         raise click.UsageError("--running, --temperature, --top-p and --top-k are for --profile")
     if sampling and not temperature:
         raise click.UsageError("--top-p and --top-k choose among what --temperature samples")
+    _check_kept(out)
     chosen: dict[str, object] = {}
     if running is not None:
         chosen["max_num_seqs"] = running
@@ -232,6 +252,13 @@ def main(
     if queue_alone if queue_alone is not None else prompts is None:
         command = [sys.executable, "-m", "headrace.worker.bench.queue"]
         subprocess.run([*command, "--out", str(out / "queue.json")], check=True)
+
+
+def _check_kept(out: Path) -> None:
+    """What can't be written is said before it is measured. Raises OSError."""
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=out):
+        pass
 
 
 def _how(dtypes: tuple[str, ...]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from headrace.worker.bench.load import LoadDriver, LoadPlan
 from headrace.worker.bench.prompts import read_requests
 from headrace.worker.bench.service import Service, private_service, running_service
 from headrace.worker.bench.workloads import WorkloadName
+from headrace.worker.options import FiniteType
 
 Requests = Sequence[Mapping[str, Any]]
 
@@ -40,7 +41,7 @@ class LoadOptions:
 
 def options(command: Any) -> Any:
     """The options of `--load`, in the order that help shows them."""
-    positive = click.FloatRange(0, min_open=True)
+    positive = FiniteType(0, above=True)
     for add in reversed(
         (
             click.option("--rate", type=positive, help="Load: arrivals a second, Poisson."),

@@ -314,6 +314,9 @@ def test_models_that_cannot_be_quantized_are_refused(tmp_path) -> None:
     lost = run(model, tmp_path / "no" / "folder", "--to", "int4")
     assert lost.exit_code == 2
     assert "is no folder" in lost.output
+    nameless = run(model, Path("/"), "--to", "int4")
+    assert nameless.exit_code == 2
+    assert "no name for a new folder" in nameless.output
     (model / "tokenizer.json").unlink()
     silent = run(model, tmp_path / "other", "--to", "int4")
     assert silent.exit_code == 2

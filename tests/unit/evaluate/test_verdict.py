@@ -6,6 +6,7 @@ import pytest
 
 from headrace.engine.evaluate.answers import Answer, common_prefix, repetition
 from headrace.engine.evaluate.compare import compare
+from headrace.engine.evaluate.errors import EvaluateError
 from headrace.engine.evaluate.measure import Cost, Measured
 from headrace.engine.evaluate.report import as_json, as_markdown, certainty
 from headrace.engine.evaluate.score import Score
@@ -66,6 +67,12 @@ def test_a_drop_beyond_the_limit_fails_and_one_within_holds() -> None:
     assert failed(reference, measured("r" * 38 + "w" * 2)) == []
     assert failed(reference, measured("r" * 37 + "w" * 3)) == ["accuracy, observed"]
     assert failed(reference, measured("r" * 37 + "w" * 3), drop=0.1) == []
+
+
+@pytest.mark.parametrize("name", ["drop", "significance", "perplexity", "kl", "agreement"])
+def test_a_limit_that_is_no_number_would_let_everything_hold_and_is_refused(name: str) -> None:
+    with pytest.raises(EvaluateError, match=f"the limit {name} is nan"):
+        Limits(**{name: float("nan")})
 
 
 def test_a_significant_loss_fails_however_large_the_accepted_drop() -> None:

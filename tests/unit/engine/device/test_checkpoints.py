@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from headrace.engine.config import EngineConfig
 from headrace.engine.errors import CheckpointError, EngineError
 from headrace.engine.loading.huggingface import open_folder
-from headrace.engine.loading.source import resolve_model
+from headrace.engine.loading.source import open_checkpoint, resolve_model
 from headrace.engine.runner import ModelRunner, load_runner
+from headrace.engine.tokenizer import load_tokenizer
 
 POOL = 1 << 22
 
@@ -222,18 +223,77 @@ def test_settings_that_this_machine_cannot_serve_are_refused(folder: Path) -> No
         ({"device": "tpu"}, "device 'tpu'"),
         ({"dtype": "float8"}, "dtype 'float8'"),
         ({"max_model_len": 1025}, "beyond the 1024 positions"),
+        ({"max_model_len": 1}, "no room for a prompt and an answer"),
+        ({"device": "cuda:99999999999999999999"}, "device 'cuda:9+' is not supported"),
+        ({"kv_cache_memory_bytes": 1 << 47}, "131,072.0 GiB for the KV cache cannot be had"),
+        ({"kv_cache_memory_bytes": 1024}, "1024 bytes hold no KV cache"),
+        ({"block_size": 1 << 16}, "a block of 65536 tokens takes 33554432 bytes"),
+        ({"kv_cache_dtype": "int3"}, "kv_cache_dtype 'int3' is not one of"),
         ({"tensor_parallel_size": 2}, "tensor_parallel_size"),
     ):
         with pytest.raises(EngineError, match=message):
             load(folder, **settings)
 
 
+DAMAGED = {
+    "config.json": ["[]", "{", "null", "\0" * 64, "[" * 100_000, '{"model_type": ["llama"]}'],
+    "generation_config.json": ['{"eos_token_id": {"a": 1}}', '{"eos_token_id": "x"}', "[]"],
+    "model.safetensors": ["", "x", "\0" * 64, "not at all" * 100],
+    "model.safetensors.index.json": [
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {"model.norm.weight": null}}',
+        '{"weight_map": {"model.norm.weight": "absent.safetensors"}}',
+    ],
+    "tokenizer.json": [
+        "",
+        "[]",
+        "{}",
+        '{"model": "x"}',
+        '{"model": {"vocab": {"a": "b"}}}',
+        '{"added_tokens": 5}',
+        '{"model": {"type": "BPE", "vocab": {}, "merges": []}}',
+        "[" * 100_000,
+    ],
+    "tokenizer_config.json": ["[]", "x", '{"chat_template": [5]}'],
+}
+
+
+@pytest.mark.parametrize(
+    ("file", "content"), [(file, content) for file, some in DAMAGED.items() for content in some]
+)
+def test_a_folder_with_one_damaged_file_is_refused_with_its_name_and_nothing_else_is_raised(
+    folder: Path, file: str, content: str
+) -> None:
+    (folder / file).write_text(content)
+    with pytest.raises(CheckpointError) as refused:
+        open_checkpoint(folder)
+        load_tokenizer(folder)
+    told = str(refused.value)
+    assert any(name in told for name in (folder.name, file, "config", "tensor")), told
+    assert "\n" not in told.strip()
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_a_folder_where_a_file_should_be_is_refused_by_name(folder: Path, file: str) -> None:
+    (folder / file).unlink()
+    (folder / file).mkdir()
+    with pytest.raises(CheckpointError, match=file.replace(".", r"\.")):
+        open_checkpoint(folder)
+        load_tokenizer(folder)
+
+
 def test_names_that_mean_no_model_say_why(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     for name, message in (
         (str(tmp_path / "absent"), "does not exist"),
         ("absent.gguf", "does not exist"),
         (str(tmp_path / "notes.txt"), "not a folder and not a .gguf file"),
+        ("", "the model's name is empty"),
+        ("~nobody-of-that-name/model", "home directory"),
+        ("/" + "x" * 5000, "File name too long"),
+        (str(tmp_path / "loop"), "does not exist"),
         ("no-such-model", "no folder, no .gguf file, no hub id"),
     ):
         with pytest.raises(CheckpointError, match=message):
