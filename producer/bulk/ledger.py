@@ -184,7 +184,13 @@ class Ledger:
             sidecar = new_sidecar(fingerprint)
             write_sidecar(output, sidecar)
             return sidecar
-        if differences := earlier.fingerprint.differences(fingerprint):
+        differences = earlier.fingerprint.differences(fingerprint)
+        if differences and not _has_lines(output, errors, earlier):
+            # It never came to an answer, say for a mistyped model: nothing to keep apart.
+            sidecar = new_sidecar(fingerprint)
+            write_sidecar(output, sidecar)
+            return sidecar
+        if differences:
             raise UnusableOutput(
                 "other_run",
                 f"{output} belongs to a run that differs in {' and in '.join(differences)}: choose"
@@ -197,3 +203,10 @@ class Ledger:
             resume.cut_torn_end(errors)
             resume.drop_retryable(errors)
         return earlier
+
+
+def _has_lines(output: Path, errors: Path, earlier: Sidecar) -> bool:
+    """Whether a run wrote anything, also into an error file of another name."""
+    named = (earlier.fingerprint.settings or {}).get("error file")
+    places = {output, errors, *([output.resolve().parent / named] if named else [])}
+    return any(path.exists() and path.stat().st_size > 0 for path in places)

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.producer.bulk.errors import BadLine, UnusableOutput
+from headrace.producer.bulk.ledger import Ledger
 from headrace.producer.bulk.ordered import InOrder
 from headrace.producer.bulk.output import bad_line, result_line
 from headrace.producer.bulk.resume import cut_torn_end, drop_retryable, read_ended
@@ -116,6 +117,26 @@ def test_sidecar_survives_and_says_what_differs(tmp_path: Path) -> None:
     sidecar_path(out).write_text("{}")
     with pytest.raises(UnusableOutput):
         read_sidecar(out)
+
+
+def test_a_run_that_never_came_to_an_answer_does_not_bind_its_output(tmp_path: Path) -> None:
+    """A mistyped model is put right by typing the command again; one answer, or one failure in an
+    error file of whatever name, and another model is refused."""
+    out, errors = tmp_path / "out.jsonl", tmp_path / "out.errors.jsonl"
+    wrong, right = Fingerprint("abc", "modle"), Fingerprint("abc", "model")
+    other = Fingerprint("abc", "other", settings={"error file": "failed.jsonl"})
+    for typed in (wrong, other, right):
+        with Ledger(out, errors, typed) as ledger:
+            assert read_sidecar(out) == ledger.sidecar and ledger.sidecar.fingerprint == typed
+    out.write_bytes(good("a"))
+    with pytest.raises(UnusableOutput, match="model then, modle now") as raised:
+        Ledger(out, errors, wrong)
+    assert raised.value.code == "other_run" and read_sidecar(out) == ledger.sidecar
+    out.write_bytes(b"")
+    write_sidecar(out, new_sidecar(other))
+    (tmp_path / "failed.jsonl").write_bytes(failed("a", "expired"))
+    with pytest.raises(UnusableOutput, match="other then, model now"):
+        Ledger(out, errors, right)
 
 
 def test_one_run_per_output(tmp_path: Path) -> None:
