@@ -216,21 +216,37 @@ class WorkerProcess:
             self._loop.feeder.request_stop()
 
     def _put_back_without_engine(self) -> None:
-        """The engine's step outlasts the deadline: do the rest from here, and go."""
+        """The engine's step, or a queue that is away, outlasts the deadline: do the rest from here,
+        and go."""
         status = EXIT_DRAINED
         if self._loop is not None and self._source is not None:
             released = self._loop.progress()
-            log.warning("a step outlasts the drain: putting %d jobs back from here", len(released))
+            if released:
+                log.warning(
+                    "a step outlasts the drain: putting %d jobs back from here", len(released)
+                )
             try:
                 if released:
                     self._source.release(released)
-                self._loop.courier.stop(1.0)
-                self._tracing.stop(1.0)
+            except SourceUnavailable as error:
+                log.error("%d jobs not put back, the leases will lapse: %s", len(released), error)
+                status = EXIT_SOURCE
             except Exception:
                 log.exception("putting back failed; the leases will lapse")
                 status = EXIT_BROKEN
+            flushed = self._flush(self._loop, 1.0)
+            status = status or flushed
+            self._tracing.stop(1.0)
         self._unregister()
         self._leave_now(status)
+
+    def _flush(self, loop: ServingLoop, patience: float) -> int:
+        """The exit status when the courier has ended: EXIT_SOURCE if something was left."""
+        left = loop.courier.stop(patience)
+        if not left:
+            return EXIT_DRAINED
+        log.error("the queue did not take %d results or jobs put back; others redo them", left)
+        return EXIT_SOURCE
 
     def _wind_up(self) -> int:
         """After the engine thread: steps 7 and 8 of the drain, or the report of what broke."""
@@ -241,10 +257,8 @@ class WorkerProcess:
             patience = 10.0
             if self._drain.requested:
                 patience = max(1.0, self._drain.deadline - time.monotonic())
-            left = self._loop.courier.stop(patience)
-            if left:
-                log.error("the queue did not take %d results in time; others will redo them", left)
-                status = status or EXIT_SOURCE
+            flushed = self._flush(self._loop, patience)
+            status = status or flushed
         self._tracing.stop(2.0)
         if self._keeper is not None:
             self._keeper.stop()
