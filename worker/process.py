@@ -220,25 +220,26 @@ class WorkerProcess:
         and go."""
         status = EXIT_DRAINED
         if self._loop is not None and self._source is not None:
-            released = self._loop.progress()
-            if released:
-                log.warning(
-                    "a step outlasts the drain: putting %d jobs back from here", len(released)
-                )
             try:
-                if released:
-                    self._source.release(released)
-            except SourceUnavailable as error:
-                log.error("%d jobs not put back, the leases will lapse: %s", len(released), error)
-                status = EXIT_SOURCE
+                status = self._put_back(self._loop, self._source)
+                self._tracing.stop(1.0)
             except Exception:
                 log.exception("putting back failed; the leases will lapse")
                 status = EXIT_BROKEN
-            flushed = self._flush(self._loop, 1.0)
-            status = status or flushed
-            self._tracing.stop(1.0)
         self._unregister()
         self._leave_now(status)
+
+    def _put_back(self, loop: ServingLoop, source: Source) -> int:
+        """What the engine thread still holds, then what the courier does; the exit status."""
+        status = EXIT_DRAINED
+        if released := loop.progress():
+            log.warning("a step outlasts the drain: putting %d jobs back from here", len(released))
+            try:
+                source.release(released)
+            except SourceUnavailable as error:
+                log.error("%d jobs not put back, the leases will lapse: %s", len(released), error)
+                status = EXIT_SOURCE
+        return self._flush(loop, 1.0) or status
 
     def _flush(self, loop: ServingLoop, patience: float) -> int:
         """The exit status when the courier has ended: EXIT_SOURCE if something was left."""

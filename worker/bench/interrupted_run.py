@@ -22,7 +22,7 @@ from headrace.worker.bench import workloads
 
 Victim = Literal["everything", "worker"]
 VICTIMS: tuple[Victim, ...] = ("everything", "worker")
-_POLL = 0.02
+_POLL = 0.1
 
 
 @dataclass(frozen=True, slots=True)
